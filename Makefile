@@ -95,7 +95,7 @@ docs: $(DOCS)/.installed
 bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/launch.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/store.py $(BENCH_ARGS)
-	$(DEV)/bin/python benchmarks/logs.py
+	$(DEV)/bin/python benchmarks/logs.py --check
 	$(DEV)/bin/python benchmarks/rendezvous.py $(BENCH_ARGS) $(if $(shell command -v etcd),--etcd)
 	$(DEV)/bin/python benchmarks/node_loss.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/timers.py $(BENCH_ARGS)

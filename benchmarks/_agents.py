@@ -5,9 +5,35 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def launched(
+    command: Sequence[str], output: Path, limit_s: float, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a launcher in the block; stop it at the end, and wait for that.
+
+    Args:
+        command: the command line.
+        output: file for its output.
+        limit_s: seconds within which it ends.
+        env: environment; None for that of this process.
+    """
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(limit_s)
 
 
 def kill_at_once(pids: set[int]) -> int:

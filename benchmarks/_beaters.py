@@ -64,7 +64,9 @@ class Worker(Client):
 
     SERVICE = messages.NAME
 
-    def __init__(self, endpoint: str, token: bytes, plan: beats.Plan, timers: Timers) -> None:
+    def __init__(
+        self, endpoint: str, token: bytes, plan: beats.HeartbeatPlan, timers: Timers
+    ) -> None:
         super().__init__(endpoint, token, f"rank{plan.rank}")
         self.plan = plan
         self.failure: HeartbeatFailure | None = None
@@ -154,7 +156,7 @@ class Worker(Client):
 class Crowd:
     """The workers of this process."""
 
-    def __init__(self, endpoint: str, token: str, plans: list[beats.Plan]):
+    def __init__(self, endpoint: str, token: str, plans: list[beats.HeartbeatPlan]):
         self._timers = Timers()
         self._all = [Worker(endpoint, token.encode(), plan, self._timers) for plan in plans]
         self._connections = Connections(self._all)
@@ -217,7 +219,7 @@ def main() -> None:
     open_many_files()
     began = time.monotonic()
     plans = [
-        beats.Plan(rank, int(size), float(period), float(timeout), FAILURES, PATIENCE_S)
+        beats.HeartbeatPlan(rank, int(size), float(period), float(timeout), FAILURES, PATIENCE_S)
         for rank in range(int(first), int(first) + int(share))
     ]
     crowd = Crowd(endpoint, token, plans)

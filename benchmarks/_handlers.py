@@ -1,17 +1,15 @@
 """Many real handlers in one process.
 
-    python benchmarks/_handlers.py ENDPOINT TOKEN RUN_ID NODES FIRST COUNT SWITCH_S
+    python benchmarks/_handlers.py ENDPOINT TOKEN RUN_ID NODES FIRST COUNT
 
 `rendezvous.py` starts this process, and sends it orders as lines on standard input:
 
     meet ROUND S  answered when each node of this process has its seat in one round, ROUND or a
                   later one, with that round and the time; or after S seconds, with the round -1
 
-Each node is a `DynamicRendezvousHandler`, with its threads and its own connection. A node whose
-round ends asks for the next one, as an agent does.
-
-CPython hands its lock over after a wait of 5 ms, and each of the thousands of threads that wait
-wakes up that often, which uses up the cores. So this process sets that wait to SWITCH_S seconds.
+Each node is a `DynamicRendezvousHandler`, with its own connection and a thread that asks for seats.
+A node whose round ends asks for the next one, as an agent does. CPython's switch interval has its
+default.
 """
 
 from __future__ import annotations
@@ -82,9 +80,8 @@ class Agents:
 
 def main() -> None:
     """Run the orders from standard input."""
-    endpoint, token, job, nodes, _, count, switch = sys.argv[1:]
+    endpoint, token, job, nodes, _, count = sys.argv[1:]
     threading.stack_size(512 * 1024)
-    sys.setswitchinterval(float(switch))
     open_many_files()
     os.environ["REGROW_TOKEN"] = token
     size = int(nodes)

@@ -55,7 +55,7 @@ def main() -> None:
         job,
         me,
         float(promise),
-        endpoint,
+        (endpoint,),
         hosts=hosts,
         open=open_session,
         serve=serve,

@@ -20,7 +20,6 @@ line. A run fails if its report does not name the place where the worker hung.
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import json
 import os
@@ -30,6 +29,8 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from _arguments import parser
 
 import regrow
 
@@ -132,11 +133,7 @@ def run(kind: Kind) -> Times:
 
 def main() -> int:
     """Measure, print the table, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Measure how late hung workers are reaped.")
-    parser.add_argument("-n", "--runs", type=int, default=5, help="of each kind")
-    parser.add_argument("--json", type=Path, help="write every single figure to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the bound is missed")
-    args = parser.parse_args()
+    args = parser("Measure how late hung workers are reaped.", "of each kind").parse_args()
 
     # pip does this for an installed package, but not for an editable checkout.
     compileall.compile_dir(Path(regrow.__file__).parent, quiet=1)

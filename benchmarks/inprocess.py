@@ -118,7 +118,7 @@ def install() -> None:
     platforms = [f"--platform={each}" for each in PLATFORMS]
     name = f"nvidia-resiliency-ext=={VERSION}"
     subprocess.run([*pip, "--no-deps", "--only-binary=:all:", *platforms, name], check=True)
-    subprocess.run([*pip, "psutil", "defusedxml", "packaging", "httpx"], check=True)
+    subprocess.run([*pip, "psutil", "defusedxml", "packaging", "httpx", "PyYAML"], check=True)
     (PEER / "installed").touch()
 
 

@@ -31,7 +31,6 @@ import argparse
 import compileall
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import _agents
 from _procs import Usage, descendants, usage
 
 import regrow
@@ -57,7 +57,7 @@ START_PRELOADED = "command to it, regrow with --preload torch"
 
 # (measure, bound): for times, a share of torchrun's median; for the idle agent, absolute.
 BOUNDS = {FIRST_LINE: 0.10, RESTART: 0.30, PRELOADED: 0.20}
-IDLE_MB_BOUND = 35.0
+IDLE_MB_BOUND = 45.0
 IDLE_CPU_BOUND = 0.2  # per cent of one core
 
 DEADLINE_S = 120.0
@@ -98,16 +98,8 @@ def launched(
     }
     if preload:
         env["BENCH_CRASH_AFTER_S"] = str(TEMPLATE_S)
-    with open(work / "output", "wb") as output:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-    try:
+    with _agents.launched(command, work / "output", DEADLINE_S, env) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(DEADLINE_S)
 
 
 def crash_run(

@@ -1,11 +1,12 @@
-"""Measure the cost of storing a worker's output: the pump beside `cat > file`, on the same work.
+"""Measure the cost of storing a worker's output: pump and relay beside `cat > file`, on equal work.
 
-    python benchmarks/logs.py [--megabytes 1024] [--runs 3] [--directory DIR]
+    python benchmarks/logs.py [--megabytes 1024] [--runs 3] [--directory DIR] [--check]
 
-A producer writes lines to a pipe as fast as it can, in blocks of 64 KiB. Three consumers store them
+A producer writes lines to a pipe as fast as it can, in blocks of 64 KiB. Four consumers store them
 in turn, in a file of the same file system: the pump, the pump with a tee to a console that accepts
-everything, and `cat`. Two medians are printed: MB/s from the producer's start until all is stored,
-and seconds of processor time (user and system) of the consumer per GB.
+everything, the relay of a stderr that is not redirected, and `cat`. Two medians are printed: MB/s
+from the producer's start until all is stored, and seconds of processor time (user and system) of
+the consumer per GB. With `--check`, each must be within `MOST_CPU` of the processor time of `cat`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from dataclasses import dataclass
 from regrow.workers.logs.follower import Follower
 from regrow.workers.logs.lines import Sink
 from regrow.workers.logs.pump import LogPump
+from regrow.workers.logs.relay import StderrRelay
 from regrow.workers.logs.specs import LogsDest
 
+MOST_CPU = {"pump": 1.5, "pump, tee": 4.0, "relay": 3.0}
+"""Bounds for --check: processor time of each, as a multiple of that of `cat`."""
 PRODUCER = """
 import os, sys
 line = b"step 12345 loss 0.123456 lr 0.0001 tokens/s 123456.7 grad 1.234567 eta 01:23\\n"
@@ -83,17 +87,40 @@ def with_pump(path: str, megabytes: int, *, tee: bool) -> Measured:
     return Measured(seconds, cpu)
 
 
+def with_relay(path: str, megabytes: int) -> Measured:
+    """Measure the producer through a relay whose stderr is `path`."""
+    with open(path, "wb") as file:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        started = time.monotonic()
+        relay = StderrRelay(file.fileno())
+        relay.open()
+        stream = relay.add()
+        assert stream is not None
+        relay.start()
+        producer = _producer(megabytes, stream.writer)
+        os.close(stream.writer)
+        _, _, own = os.wait4(producer.pid, 0)
+        producer.returncode = 0
+        relay.close()
+        seconds = time.monotonic() - started
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Measured(seconds, cpu - own.ru_utime - own.ru_stime)
+
+
 def main() -> None:
     """Measure all consumers and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1024, help="output per run")
     parser.add_argument("--runs", type=int, default=3, help="runs of each, alternating")
     parser.add_argument("--directory", default=None, help="where the files go")
+    parser.add_argument("--check", action="store_true", help="fail if a bound is exceeded")
     args = parser.parse_args()
     ways: dict[str, Callable[[str, int], Measured]] = {
         "cat > file": with_cat,
         "pump": lambda path, size: with_pump(path, size, tee=False),
         "pump, tee": lambda path, size: with_pump(path, size, tee=True),
+        "relay": with_relay,
     }
     results: dict[str, list[Measured]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
@@ -116,6 +143,8 @@ def main() -> None:
             f"{name:12} {args.megabytes / seconds:7.0f} MB/s   cpu {per_gb:5.2f} s/GB"
             f"   {cpu / base:5.2f} x cat"
         )
+        if args.check and cpu > base * MOST_CPU.get(name, 1.0):
+            raise SystemExit(f"{name}: more than {MOST_CPU[name]} x the processor time of cat")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ So the whole training pays one import. The median step shows what the template c
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from _arguments import parser
 
 WORKER = Path(__file__).with_name("_steps.py")
 WITHOUT, WITH = "without", "with --preload torch"
@@ -52,12 +53,9 @@ def run(flags: list[str], steps: int) -> list[float]:
 
 def main() -> int:
     """Run the benchmark; return 1 if the bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-n", "--runs", type=int, default=5, help="of each way")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of a training")
-    parser.add_argument("--json", type=Path, help="write every single figure to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the bound is missed")
-    args = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--steps", type=int, default=1000, help="steps of a training")
+    args = made.parse_args()
     found: dict[str, list[list[float]]] = {way: [] for way in FLAGS}
     for _ in range(args.runs):
         for way, flags in FLAGS.items():

@@ -2,7 +2,7 @@
 
     python benchmarks/rendezvous.py [--check] [--etcd] [--runs 3] [--both 4,16,64]
                                     [--crowd-runs 5] [--crowds 64,...,4096]
-                                    [--packed 8,1] [--packed-nodes 1024] [--switch 0.1]
+                                    [--packed 8,1] [--packed-nodes 1024]
                                     [--copied 1024] [--copied-runs 7] [--moved 1000]
 
 **Handlers.** There are N nodes. Each is a `DynamicRendezvousHandler` in a thread, with its own
@@ -70,7 +70,7 @@ GROWTH_BOUND = 2.3  # from N to 2N nodes
 JUDGED_FROM = 256  # nodes; smaller jobs form too fast for the growth to be meaningful
 MORE_RUNS = 30  # of N and 2N nodes in turn, if the first runs miss that bound
 TRAFFIC_GROWTH_BOUND = 1.1  # traffic of one node, from the fewest to the most nodes
-PACKED_BOUND_S = {8: 10.0, 1: LIMIT_S}  # at 1,024 nodes, by processes
+PACKED_BOUND_S = {8: 10.0, 1: 10.0}  # at 1,024 nodes, by processes
 COPIES_BOUND = 1.1  # time of the second round with copies, as a part of the time without
 VOTERS = 5
 BEATS = 3  # of each node
@@ -274,13 +274,11 @@ def crowd_run(nodes: int, traffic: bool) -> tuple[float, float, tuple[float, flo
     return first, second, exchanged
 
 
-def packed_run(nodes: int, processes: int, switch: float) -> float:
+def packed_run(nodes: int, processes: int) -> float:
     """Let real handlers meet once; return the seconds until all have a seat in one round."""
     token = make_token()
     with start_server(token=token, services=SERVICES) as server:
-        crowds = Crowds(
-            nodes, server.endpoint, token, str(switch), processes=processes, file="_handlers.py"
-        )
+        crowds = Crowds(nodes, server.endpoint, token, processes=processes, file="_handlers.py")
         began, round = time.monotonic(), 1
         while True:
             answers = crowds.order(f"meet {round} {began + LIMIT_S - time.monotonic()}")
@@ -374,9 +372,6 @@ def main() -> int:
     parser.add_argument("--packed", type=_numbers, default=[8, 1], help="processes of handlers")
     parser.add_argument("--packed-nodes", type=int, default=1024, help="handlers in them")
     parser.add_argument(
-        "--switch", type=float, default=0.1, help="CPython's switch interval there, in seconds"
-    )
-    parser.add_argument(
         "--copied", type=int, default=1024, help="nodes of a copied record; 0: none"
     )
     parser.add_argument("--copied-runs", type=int, default=7, help="runs of them, in turn")
@@ -388,7 +383,7 @@ def main() -> int:
         failures += _beside_torch(options.both, options.runs, options.etcd)
     if options.crowds:
         failures += _crowds(options.crowds, options.crowd_runs)
-    failures += _packed(options.packed, options.packed_nodes, options.switch, options.runs)
+    failures += _packed(options.packed, options.packed_nodes, options.runs)
     if options.copied:
         failures += _copied(options.copied, options.copied_runs)
     if options.moved:
@@ -491,12 +486,12 @@ def _crowds(counts: list[int], runs: int) -> list[str]:
     return failures
 
 
-def _packed(counts: list[int], nodes: int, switch: float, runs: int) -> list[str]:
+def _packed(counts: list[int], nodes: int, runs: int) -> list[str]:
     failures = []
     if counts:
-        print(f"\n{nodes} handlers in few processes, a switch interval of {switch:g} s")
+        print(f"\n{nodes} handlers in few processes")
     for processes in counts:
-        times = [packed_run(nodes, processes, switch) for _ in range(runs)]
+        times = [packed_run(nodes, processes) for _ in range(runs)]
         print(f"{processes} processes: {_seconds(times)}", flush=True)
         bound = PACKED_BOUND_S.get(processes, math.inf)
         if nodes == 1024 and not max(times) < bound:

@@ -18,7 +18,6 @@ reason that `launch.py` gives. `--check` compares with BOUNDS and exits with 1 i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -28,6 +27,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from _agents import launched
+from _arguments import parser
 
 import inprocess
 
@@ -89,11 +91,7 @@ def run(way: str) -> float:
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        with (folder / "output").open("wb") as output:
-            job = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        try:
+        with launched(command, folder / "output", DEADLINE_S, env) as job:
             wait_for(folder, 0.0, job)
             time.sleep(TEMPLATE_S if flags else 1.0)
             victim = next(pid for rank, pid, _ in stamps(folder) if rank == VICTIM)
@@ -103,10 +101,6 @@ def run(way: str) -> float:
             (folder / "finish").touch()
             if job.wait(DEADLINE_S):
                 raise SystemExit(f"benchmark: {way}: {(folder / 'output').read_text()[-2000:]}")
-        finally:
-            if job.poll() is None:
-                job.terminate()
-                job.wait(DEADLINE_S)
         return max(again.values()) - killed
 
 
@@ -123,11 +117,7 @@ def report(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 def main() -> int:
     """Run the benchmark; return 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-n", "--runs", type=int, default=5, help="of each way")
-    parser.add_argument("--json", type=Path, help="write every single figure to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     seconds: dict[str, list[float]] = {way: [] for way in (*WAYS, PEER)}
     inprocess.install()
     inprocess.adopt_orphans()

@@ -16,7 +16,6 @@ idle agent takes more than IDLE_MB_BOUND or IDLE_CPU_BOUND.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -31,6 +30,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from _agents import launched
+from _arguments import parser
 from _procs import descendants, usage
 
 from regrow.events import read_events, story
@@ -58,15 +59,9 @@ def job(folder: Path, script: str, *flags: str) -> Iterator[subprocess.Popen[byt
     """Run a job with two workers."""
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "regrow.run", "--standalone", "--nproc-per-node=2"]
-    command += [f"--max-restarts={FAILURES}", f"--log-dir={folder / 'runs'}", *flags, "train.py"]
-    with open(folder / "output", "wb") as output:
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
-    try:
+    command += [f"--max-restarts={FAILURES}", f"--log-dir={folder / 'runs'}", *flags]
+    with launched([*command, str(folder / "train.py")], folder / "output", DEADLINE_S) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(DEADLINE_S)
 
 
 def exporter_of(agent: int) -> int:
@@ -159,11 +154,7 @@ def idle() -> dict[str, float]:
 
 def main() -> int:
     """Run the benchmark; return 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-n", "--runs", type=int, default=5, help="of each way")
-    parser.add_argument("--json", type=Path, help="write every single figure to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     figures: dict[bool, dict[str, list[float]]] = {
         views: {"detected": [], "restarted": []} for views in (False, True)
     }

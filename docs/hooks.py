@@ -1,6 +1,7 @@
-"""Expand the placeholders in the pages of the site.
+"""Insert the examples and the help texts into the pages of the site (a hook of mkdocs).
 
-`{{ help run }}` becomes the text of `regrow run --help`, `{{ file PATH }}` the file.
+A line that is only a link to a file of `examples/` becomes that file, and a line that is only the
+code `regrow run --help` becomes its output. So a page is complete in the repository as well.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[1]
-_INSERT = re.compile(r"^\{\{ (help|file) (\S+) \}\}$", flags=re.MULTILINE)
+EXAMPLE = re.compile(r"^\[\S+\]\([./]+/(examples/\S+)\)$", flags=re.MULTILINE)
+_HELP = re.compile(r"^`regrow (\S+) --help`$", flags=re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the text of a page with everything inserted (a hook of mkdocs)."""
-    return _INSERT.sub(
-        lambda found: _help(found[2]) if found[1] == "help" else _file(found[2]), markdown
-    )
+    """Return the text of a page with everything inserted."""
+    with_help = _HELP.sub(lambda found: _help(found[1]), markdown)
+    return EXAMPLE.sub(lambda found: _file(found[1]), with_help)
 
 
 def _help(command: str) -> str:

@@ -21,7 +21,7 @@ _AGENT = _TOOLS | {
     *("store", "workers", "rendezvous", "timer", "_progress", "_accounts", "_stopping", "chaos")
 }
 _LAUNCH = _AGENT | {"agent", "views"}
-_COMMANDS = {"cli", "run", "launch", "ledger"} | _LAUNCH
+_COMMANDS = {"cli", "run", "launch", "ledger", "explain"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
     "": {
         "compat",
@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "chaos": set(),
     "utils": set(),
     "events": _BASE,
+    "explain": _BASE | {"events", "ledger", "_accounts"},
     "ledger": _BASE | {"events", "_accounts"},
     "metrics": _BASE,
     "store": _TOOLS,
@@ -56,7 +57,8 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {""},
     "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,
-    "views": _BASE | {"events", "ledger", "store", "_progress"},  # never the agent
+    "views": _TOOLS  # never the agent
+    | {"ledger", "explain", "store", "rendezvous", "_progress", "_accounts"},
     "control_plane": {"workers", "utils"},
     "run": _COMMANDS,
     "cli": _COMMANDS,
@@ -78,7 +80,9 @@ SHARED = {
     "agent.features.host_faults",
     "agent.features.stop_agreement",
     "cli.args",
+    "events.clocks",
     "events.evidence",
+    "events.live_report",
     "heartbeat.automatic",
     "heartbeat.failure",
     "heartbeat.terms",
@@ -100,7 +104,9 @@ SHARED = {
     "workers.guardian",
     "workers.guardian.events",
     "workers.guardian.procfs",
+    "workers.guardian.starting",
     "workers.logs.follower",
+    "workers.logs.relay",
     "workers.logs.specs",
 }
 # Modules that read wall time: for time stamps that people read, and for interfaces that use it.

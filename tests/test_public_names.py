@@ -56,7 +56,7 @@ PUBLIC = {
         get_elapsed_time_ms initialize_metrics prof profile publish_metric put_metric
     """,
     "regrow.rendezvous": """
-        DynamicRendezvousHandler Judged LivenessRendezvousBackend NodesWaiting
+        DynamicRendezvousHandler Judged LeavingAnnounced LivenessRendezvousBackend NodesWaiting
         PushingRendezvousHandler RendezvousBackend RendezvousClosedError
         RendezvousConnectionError RendezvousError RendezvousGracefulExitError
         RendezvousHandler RendezvousHandlerCreator RendezvousHandlerRegistry
@@ -121,7 +121,7 @@ MOVED = {"launch": ["regrow.launch.__main__"]}
 # Names of torch that are left out on purpose; docs/architecture.md explains why.
 PLATFORMS = "there is one platform"
 VERSION_2 = (
-    "about version 2 of etcd's API, which etcd 3.6 has no more: the handler speaks version 3"
+    "about version 2 of etcd's API, which etcd 3.6 no longer has: the handler speaks version 3"
 )
 OMITTED = {
     "multiprocessing.api": {

@@ -8,14 +8,14 @@ An account has rows with seconds; those of steps also have a count. One row is o
 *mark* (the start or end of a phase, or a step) adds the seconds since the last mark to the open
 row, and may open another one. So the rows partition the time since the first mark, and the agent
 adds the time since the last mark to the open row. Outside of phases the row PENDING is open. It is
-not stored: it is what the other rows leave. Only the next step shows what that time was: `step`
-moves it to STEPS if the number is reached for the first time in the job's life, else to
+not stored: it is the time that no other row has. Only the next step shows what that time was:
+`step` moves it to STEPS if no worker of the job has reached that number before, else to
 REPEATED_STEPS. The first step after a start goes to rows of its own, because it includes the
 startup.
 
-Phases may be nested: the inner phase gets its time, the outer one the rest. `PHASES` names are
-kept; the time of further ones goes to OTHER. Only marks of the main thread count, because the
-account describes what the training waits for. Children of the worker book nothing.
+Phases may be nested: the time of the inner one counts for it alone. `PHASES` names are kept; the
+time of further ones goes to OTHER. Only marks of the main thread count, because the account
+describes what the training waits for. Children of the worker book nothing.
 
 Layout, in words of 8 bytes: the header, the seconds of all rows, the counts of all rows, and the
 names of the phases in UTF-8, padded with zeros.
@@ -37,10 +37,11 @@ PHASES = 16
 _NAME_BYTES = 32
 
 PENDING = "pending"  # since the last step, or since the start; its end is not known yet
-STEPS = "steps"  # steps whose number was reached for the first time
+STEPS = "steps"  # steps with a number that the job had not reached before
 REPEATED_STEPS = "repeated_steps"
 FIRST_STEP = "first_step"  # from the first mark, or the last restart, to the step after it
 FIRST_REPEATED_STEP = "first_repeated_step"
+REPEATED = (REPEATED_STEPS, FIRST_REPEATED_STEP)
 STARTUP = "startup"  # a start without a step, ended by an in-process restart
 UNFINISHED = "unfinished"  # the step that an in-process restart ended
 DETECTION = "detection"  # parts of in-process restarts: from the fault until this rank knew it
@@ -178,7 +179,7 @@ class Account:
         self.outer.clear()
         self._begin_start()
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> OpenPhase:
         """Return the phase with this name; beyond `PHASES` names, that of all others."""
         row = self.rows.get(name)
         if row is None:
@@ -190,7 +191,7 @@ class Account:
                 self.rows[name] = row
             else:
                 row = _OTHER
-        return Phase(self, row)
+        return OpenPhase(self, row)
 
     def _add(self, row: int, seconds: float) -> None:
         self.spent[row] = self.times[_SECONDS + row] = self.spent[row] + seconds
@@ -200,7 +201,7 @@ class Account:
         self.numbers[_STARTING] = 1
 
 
-class Phase:
+class OpenPhase:
     """Context manager that books its time in a row of the account; it can be used again."""
 
     __slots__ = ("_account", "_row")
@@ -291,6 +292,22 @@ def read(memory: Any, offset: int) -> Reading | None:
         seconds,
         counts,
     )
+
+
+def open_phase(memory: Any, offset: int) -> str:
+    """Return the phase in which a process is; "" outside of phases.
+
+    Args:
+        memory: the page, which a worker may have filled with anything.
+        offset: where the account begins.
+    """
+    (row,) = struct.unpack_from("@q", memory, offset + 8 * _OPEN)
+    if row == _OTHER:
+        return OTHER.removeprefix(PHASE)
+    if not _NAMED <= row < _ROWS:
+        return ""
+    name = offset + 8 * _NAMES + _NAME_BYTES * (row - _NAMED)
+    return _phase_name(bytes(memory[name : name + _NAME_BYTES])).removeprefix(PHASE)
 
 
 def _phase_name(data: bytes) -> str:

@@ -2,12 +2,12 @@
 
 `regrow run --standby K` keeps K of them on each node. When a rank is lost, one of them takes its
 place (`workers.guardian.template`). It then has the rank's environment and standard streams, and
-does what is left to do: the wrapped call. On a node that waits for a place in a round, there is one
+makes the wrapped call. On a node that waits for a place in a round, there is one
 for each worker, and the first workers start from them.
 
 Until then it has no rank, and must not take part in anything. So the variables with its rank are
-missing, and a script that asks for one gets `StandbyError`, also where it has a default for it. On
-a node that waits, the variables of the round are missing in the same way. If the script ends before
+missing, and a script that reads one gets `StandbyError`, even if it gives a default. On a node that
+waits, the variables of the round are missing in the same way. If the script ends before
 its wrapped call, the standby reports the reason, and the agent starts no other one.
 """
 

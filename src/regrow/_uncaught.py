@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import get_native_id  # the import of `threading` costs more
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _next: Callable[[type[BaseException], BaseException, TracebackType | None], object] = sys.excepthook
+_TEMPLATE = "/guardian/template_process.py"
+"""Runs the program of a worker in the place of the interpreter."""
 
 
 def install() -> None:
@@ -30,9 +33,24 @@ def _record(
 ) -> None:
     try:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path and not os.path.lexists(path):  # else `record` has written it
+        # Else `record` has written it.
+        if path and not os.path.lexists(path) and _ends_program(error):
             from regrow.workers.errors import get_error_handler, record_error
 
             record_error(get_error_handler(), error)
     finally:
         _next(kind, error, traceback)
+
+
+def _ends_program(error: BaseException) -> bool:
+    """Return whether the interpreter reports the exception, because the program has ended by it.
+
+    A framework may report an exception that it handles. The program is then still on the stack, or
+    the call is on another thread. `workers/hook/sitecustomize.py` cannot import this function.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and not frame.f_code.co_filename.endswith(_TEMPLATE):
+        frame = frame.f_back
+    is_main = get_native_id() == os.getpid()
+    is_last = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is error
+    return is_main and is_last and frame.f_code.co_name not in ("<module>", "_run_module_as_main")

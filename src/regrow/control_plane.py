@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import socket
     from types import TracebackType
 
-    from regrow.utils.http_server import Request, Response
+    from regrow.utils.http_server import HttpRequest, HttpResponse
 
 __all__ = ["TORCH_WORKER_SERVER_SOCKET", "worker_main"]
 
@@ -159,10 +159,10 @@ def _remove(path: str, made: int) -> None:
         return
 
 
-def _respond(request: Request) -> Response:
+def _respond(request: HttpRequest) -> HttpResponse:
     import json
 
-    from regrow.utils.http_server import Response
+    from regrow.utils.http_server import HttpResponse
 
     handlers: dict[str, Callable[..., bytes]] = {
         "dump_traceback": _dump_traceback,
@@ -170,21 +170,21 @@ def _respond(request: Request) -> Response:
         **_traces(),
     }
     if request.path == "/":
-        return Response(200, b'<a href="/handler/">Handler names</a>\n', "text/html")
+        return HttpResponse(200, b'<a href="/handler/">Handler names</a>\n', "text/html")
     directory, _, name = request.path.rpartition("/")
     if directory != "/handler":
-        return Response(404, b"see /handler/\n")
+        return HttpResponse(404, b"see /handler/\n")
     if not name:
-        return Response(200, json.dumps(sorted(handlers)).encode(), "application/json")
+        return HttpResponse(200, json.dumps(sorted(handlers)).encode(), "application/json")
     if name not in handlers:
         known = ", ".join(sorted(handlers))
-        return Response(404, f"Handler {name} not found; known: {known}\n".encode())
+        return HttpResponse(404, f"Handler {name} not found; known: {known}\n".encode())
     try:
         flags = _flags(_TRACES[name][1], request.query) if name in _TRACES else {}
     except ValueError as error:
-        return Response(400, f"{name}: {error}\n".encode())
+        return HttpResponse(400, f"{name}: {error}\n".encode())
     kind = {"json": "application/json", "pickle": "application/octet-stream"}
-    return Response(
+    return HttpResponse(
         200, handlers[name](**flags), kind.get(name.rpartition("_")[2], "text/plain; charset=utf-8")
     )
 

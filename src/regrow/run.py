@@ -32,6 +32,7 @@ from regrow.cli import ABOUT_THE_JOB, VERBOSE, Console, Speaker, build_parser, o
 from regrow.cli.args import checks
 from regrow.launch import LaunchConfig, elastic_launch, is_placed
 from regrow.utils import begin_time_stamps, get_logger, macros, quieten, split_signals
+from regrow.utils.logging import stamped_lines
 from regrow.workers import DefaultLogsSpecs
 from regrow.workers.errors import record
 
@@ -350,7 +351,7 @@ def launch_checked(
     begin_time_stamps(None)
     with _mistakes_of(prog):
         namespace = parse(args)
-    with _mistakes_of(prog, namespace):
+    with stamped_lines(), _mistakes_of(prog, namespace):
         _refuse(checks.script_fault(namespace, os.environ, os.getcwd()))
         _refuse(checks.number_fault(namespace))
         _refuse(checks.file_fault(namespace))

@@ -64,7 +64,7 @@ def partitions(account: Reading) -> bool:
     return math.isclose(sum(account.seconds.values()), length, abs_tol=1e-6)
 
 
-def test_a_nested_phase_gets_its_time_and_the_outer_one_the_rest(page: WorkerReports) -> None:
+def test_the_time_of_a_nested_phase_counts_for_it_alone(page: WorkerReports) -> None:
     account = account_after(
         page,
         """
@@ -187,7 +187,7 @@ regrow.step(6)
 """
     account = account_after(page, script)
     spent = account.seconds
-    # The first restart has interrupted a phase, whose time is not booked twice.
+    # The first restart has interrupted a phase; its time is not booked twice.
     assert 0.0199 < spent["detection"] < 0.04
     assert spent["stopping"] == pytest.approx(spent["detection"])
     assert spent["meeting"] == pytest.approx(1.5 * spent["detection"])
@@ -212,7 +212,9 @@ def test_the_highest_step_of_a_node_outlives_an_attempt(job: Job, page: WorkerRe
     following.close()
 
 
-def test_the_accounts_are_recorded_now_and_then(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accounts_are_recorded_while_the_workers_run(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     posted: Queue[Any] = Queue()
     recorded: list[Event] = []
     job.post = lambda message: posted.put(message)
@@ -253,7 +255,7 @@ while True:
     assert {account.opened_monotonic for account in found} == {found[0].opened_monotonic}
 
 
-def test_whatever_is_in_the_page_can_be_read() -> None:
+def test_a_page_with_any_content_can_be_read() -> None:
     chance = random.Random(1)
     for _ in range(2000):
         memory = bytearray(chance.randbytes(ACCOUNT_BYTES))

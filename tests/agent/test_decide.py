@@ -348,6 +348,26 @@ def test_only_the_first_node_counts_the_time_for_which_others_wait() -> None:
     assert actions == (words.Restart("1 node waits to join", keep=True),)
 
 
+@pytest.mark.parametrize("why", ["1 node waits to join", "host b: its agent got SIGTERM"])
+def test_workers_that_may_live_on_are_not_paused_after_quick_attempts(why: str) -> None:
+    """The notification about waiting nodes may come after the one about the end of the round."""
+    member = MEMBER._replace(leads=False, quick_ends=4)
+    after, actions = decide(member, words.RoundOver(2, why, 102.0, keep=True))
+    assert actions == (words.Restart(why, keep=True),)
+    assert after.quick_ends == 5, "the next crash is paused"
+
+
+def test_workers_live_on_in_a_round_that_is_over_before_this_node_has_formed_it() -> None:
+    forming = AgentState(3, AgentPhase.FORMING, round=1, started_at=99.0, quick_ends=1)
+    formed = words.Formed(101.0, 2, shared=True)
+    joined = words.RoundOver(2, "1 node waits to join", 100.0, full_grace=True, keep=True)
+    _, actions = decide(decide(forming, joined)[0], formed)
+    assert actions == (words.Restart("1 node waits to join", keep=True),)
+    lost = words.RoundOver(2, "node b was lost", 100.0, lost=True)
+    _, actions = decide(decide(forming._replace(quick_ends=0), lost)[0], formed)
+    assert actions == (words.Restart("node b was lost", keep=True),)
+
+
 def test_nodes_that_wait_while_a_round_forms_join_after_it() -> None:
     state, _ = decide(
         AgentState(3, AgentPhase.FORMING), words.JoinRequested(1, 1, full=False, now=5.0)
@@ -365,9 +385,9 @@ def test_a_host_that_joins_and_leaves_pauses_the_job_for_less_than_a_last_call()
     assert pauses == [0, 1, 2, 4, 8, 15, 15]
 
 
-def test_an_expired_lease_is_announced_before_the_next_round() -> None:
+def test_an_expired_lease_is_announced_and_ends_no_worker_of_other_nodes() -> None:
     _, actions = decide(MEMBER, words.LeaseOver(2, "its lease was over", 200.0))
-    assert actions == (words.Restart("its lease was over", announce=True),)
+    assert actions == (words.Restart("its lease was over", announce=True, keep=True),)
 
 
 def test_a_lease_that_expires_while_workers_start_is_no_failure() -> None:
@@ -375,7 +395,7 @@ def test_a_lease_that_expires_while_workers_start_is_no_failure() -> None:
         AgentState(3, AgentPhase.FORMING), words.LeaseOver(1, "its lease was over", 5.0)
     )
     _, actions = decide(state, words.Formed(6.0, 1, shared=True))
-    assert actions == (words.Restart("its lease was over", announce=True),)
+    assert actions == (words.Restart("its lease was over", announce=True, keep=True),)
     _, actions = decide(state, words.Formed(6.0, 2, shared=True))
     assert actions == (words.CheckWorkers(),)
 
@@ -425,13 +445,12 @@ def test_workers_live_on_after_the_loss_of_a_host_and_when_one_joins(
     assert action.keep is keep
 
 
-def test_workers_are_stopped_for_a_pause_and_when_their_own_lease_expired() -> None:
+def test_workers_are_stopped_for_a_pause() -> None:
     quick = MEMBER._replace(started_at=199.0, quick_ends=3)
     _, (action,) = decide(quick, words.RoundOver(2, "node b was lost", 200.0, lost=True))
     assert isinstance(action, words.Delay)
-    _, (action,) = decide(MEMBER, words.LeaseOver(2, "its lease expired", 200.0))
-    assert isinstance(action, words.Restart)
-    assert not action.keep
+    _, (action,) = decide(quick, words.LeaseOver(2, "its lease expired", 200.0))
+    assert isinstance(action, words.Delay)
 
 
 def test_a_failure_that_may_end_the_job_leaves_the_whole_grace_until_the_job_continues() -> None:

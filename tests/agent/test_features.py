@@ -36,6 +36,7 @@ from regrow.heartbeat.automatic import claim
 from regrow.heartbeat.terms import STALLED
 from regrow.rendezvous import (
     Judged,
+    LeavingAnnounced,
     NodesWaiting,
     PushingRendezvousHandler,
     RestartSpent,
@@ -489,7 +490,9 @@ class Reporting(PushingRendezvousHandler, PlainHandler):
     def interrupt(self) -> None:
         self.calls.append(("interrupt", None))
 
-    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
+    def leaving(
+        self, why: str, *, full_grace: bool = False, keep: bool = False, until_left: bool = False
+    ) -> None:
         self.calls.append(("leaving", (why, full_grace)))
 
     def fail(self, report: str) -> None:
@@ -601,6 +604,14 @@ def test_nodes_that_wait_may_fill_the_next_round(peers: Peers, job: Job) -> None
         found = peers.on_report(NodesWaiting(4, waiting))
         assert isinstance(found, events.JoinRequested)
         assert found.full == full
+
+
+def test_a_host_that_will_leave_is_told_and_decides_nothing(
+    peers: Peers, recorder: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert peers.on_report(LeavingAnnounced(4, "node2", "its agent got SIGTERM")) is None
+    assert recorder.names == ["regrow.round.leaving"]
+    assert "host node2 leaves: its agent got SIGTERM" in caplog.text
 
 
 def test_the_rendezvous_of_a_plug_in_has_no_verdicts(job: Job) -> None:

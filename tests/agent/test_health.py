@@ -18,7 +18,7 @@ import pytest
 
 from regrow.agent.features.health import HealthCheckServer, create_healthcheck_server
 from regrow.utils import http_server
-from regrow.utils.http_server import HttpServer, Request, Response
+from regrow.utils.http_server import HttpRequest, HttpResponse, HttpServer
 
 Make = Callable[..., HealthCheckServer]
 
@@ -190,7 +190,7 @@ def test_stop_gives_the_port_back_and_ends_the_thread(serve: Make) -> None:
 def test_stop_gives_the_port_back_although_a_child_holds_the_socket_too() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    server = HttpServer(listener, lambda _: Response(200, b""), "server")
+    server = HttpServer(listener, lambda _: HttpResponse(200, b""), "server")
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
     try:
         server.stop()
@@ -300,7 +300,7 @@ class Listener(socket.socket):
 
 def test_a_process_out_of_file_descriptors_answers_again_when_it_has_some() -> None:
     listener = Listener()
-    server = HttpServer(listener, lambda _: Response(200, b""), "server")
+    server = HttpServer(listener, lambda _: HttpResponse(200, b""), "server")
     with socket.socket() as client:
         client.settimeout(30)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -327,7 +327,7 @@ def test_a_client_that_never_stops_sending_is_dropped_after_its_time(
 
 
 def test_an_answer_that_raises_is_sent_as_its_text() -> None:
-    def answer(request: Request) -> Response:
+    def answer(request: HttpRequest) -> HttpResponse:
         raise RuntimeError(f"no {request.query}")
 
     listener = socket.create_server(("127.0.0.1", 0))

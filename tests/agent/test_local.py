@@ -24,7 +24,7 @@ import regrow
 from helpers.descriptors import in_use
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE, wait_until
-from regrow._progress import IN_WRAPPER, NOT_IN_WRAPPER, PROGRESS_ENV, _open_reporter
+from regrow._progress import IN_WRAPPER, LONGEST, NOT_IN_WRAPPER, PROGRESS_ENV, _open_reporter
 from regrow.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from regrow.agent.features import progress
 from regrow.agent.features.health import HealthCheckServer
@@ -384,21 +384,33 @@ def test_a_worker_can_forge_no_field_of_an_event() -> None:
     assert (fields["iteration"], fields["rank"], fields["lost"]) == (None, None, [1])
     assert fields["seconds"] == {"c": 1}
     assert progress.event(b'{"name": "unknown", "fields": {"name": "x"}}') == ("unknown", {})
+    raised = {"name": progress.RAISED, "fields": {"rank": "1", "traceback": "x" * 10_000}}
+    _, fields = progress.event(json.dumps(raised).encode()) or ("", {})
+    assert (fields["rank"], len(fields["traceback"])) == (None, LONGEST)
 
 
 FORGER = """
-import json, os
+import json, os, sys, time
 pipe = os.open(os.environ["REGROW_PROGRESS"].split("|")[1], os.O_WRONLY)
 fields = {"name": "x", "run_id": "other", "attempt": 9, "host": "other", "iteration": 1}
 for line in ({"name": "regrow.inprocess.restarted", "fields": fields}, [], {"name": {}}):
     os.write(pipe, json.dumps(line).encode() + b"\\n")
+while not os.path.exists(sys.argv[1]):  # the agent may end before it has read the last messages
+    time.sleep(0.005)
 """
 
 
 def test_no_message_of_a_worker_ends_the_job(tmp_path: Path) -> None:
     seen: list[Event] = []
-    settings = config(tmp_path, 1, event_sinks=(seen.append,))
-    elastic_launch(settings, sys.executable)("-c", FORGER)
+    received = tmp_path / "received"
+
+    def sink(event: Event) -> None:
+        seen.append(event)
+        if event.name == progress.RESTARTED:
+            received.touch()
+
+    settings = config(tmp_path, 1, event_sinks=(sink,))
+    elastic_launch(settings, sys.executable)("-c", FORGER, str(received))
     (event,) = [event for event in seen if event.name == progress.RESTARTED]
     assert event.metadata["run_id"] == "job"
     assert (event.metadata["attempt"], event.metadata["host"]) == (0, socket.gethostname())

@@ -240,6 +240,15 @@ class Stops:
     def sources(self) -> dict[int, str]:
         return {}
 
+    def wrappers(self) -> dict[int, dict[str, object]]:
+        return {}
+
+    def log_files(self) -> dict[int, dict[str, str]]:
+        return {}
+
+    def overdue(self) -> dict[int, float]:
+        return {}
+
     def park(self, timeout: float, *, own_hooks: bool) -> bool:
         self._calls.append(f"park {timeout} {own_hooks}")
         return self._parks

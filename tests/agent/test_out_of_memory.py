@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from helpers.commands import run
+from helpers.explained.scenarios import limited_memory, require_limited_memory
 from regrow.agent.features.out_of_memory import OutOfMemory, oom_kills
 from regrow.workers import ProcessFailure
 
@@ -76,17 +76,9 @@ def test_a_sigkill_is_the_oom_killers_if_the_count_has_grown() -> None:
 @pytest.fixture
 def limited() -> Iterator[Path]:
     """The list of processes of a new cgroup with little memory."""
-    own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().split())
-    parent = Path("/sys/fs/cgroup", *(["memory"] if "memory" in own else []))
-    folder = parent / own.get("memory", own.get("", "")).lstrip("/") / f"regrow-{os.getpid()}"
-    limit = "memory.limit_in_bytes" if "memory" in own else "memory.max"
-    try:
-        folder.mkdir()
-        (folder / limit).write_text(str(MEMORY))
-    except OSError as error:
-        pytest.skip(f"this process cannot make a cgroup: {error}")
-    yield folder / "cgroup.procs"
-    folder.rmdir()
+    require_limited_memory()
+    with limited_memory(MEMORY) as processes:
+        yield processes
 
 
 @pytest.mark.hosts

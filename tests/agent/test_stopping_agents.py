@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from queue import SimpleQueue
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,8 +21,15 @@ from regrow._stopping import END, RUN
 from regrow.agent import WorkerState
 from regrow.agent.decisions import events
 from regrow.agent.decisions.decide import AgentPhase, AgentState, decide
-from regrow.agent.decisions.early_stop import EndNow, NodeReport, StopAt, Verdict
-from regrow.agent.features.stop_agreement import agree, decode_request, encode_request
+from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
+from regrow.agent.features import StartedWorkers
+from regrow.agent.features.early_stop import EarlyStop
+from regrow.agent.features.stop_agreement import (
+    agree,
+    ask,
+    decode_request,
+    encode_request,
+)
 from regrow.agent.features.stop_page import StopPage
 from regrow.store import MemoryStore
 
@@ -133,6 +143,47 @@ print(regrow.should_stop(), regrow.should_stop())
     assert page.position() == (4 << 32) + 2
 
 
+THREADS = """
+import regrow, threading
+def calls(times):
+    return [regrow.should_stop() for _ in range(times)]
+def other(times):
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(calls(times)))
+    thread.start()
+    thread.join()
+    return found
+"""
+
+
+@pytest.mark.parametrize("early", ["", "other(2)\n"])
+def test_only_the_calls_of_the_main_thread_count(page: StopPage, early: str) -> None:
+    page.decide(4)
+    script = f"{THREADS}{early}print(*calls(3), *other(9), *calls(1), *other(1))"
+    assert ended(start(page, 0, script)) == (0, " ".join(["False"] * 12 + ["True"] * 2) + "\n")
+
+
+def test_the_calls_of_one_other_thread_count_if_the_main_thread_makes_none(page: StopPage) -> None:
+    page.decide(4)
+    assert ended(start(page, 0, f"{THREADS}print(*other(4))")) == (0, "False False False True\n")
+
+
+def test_calls_go_on_counting_after_1024_wrapped_calls(page: StopPage) -> None:
+    script = """
+import regrow
+from regrow._stopping import begin_iteration
+begin_iteration({call}, 0)
+print(regrow.should_stop())
+begin_iteration({call} + 1, 0)
+print(regrow.should_stop())
+"""
+    page.decide(((1023 << 20) << 32) + 2)  # the second call within call 1023
+    early, late = (start(page, rank, script.format(call=1022 + rank)) for rank in range(2))
+    assert ended(early) == (0, "False\nFalse\n")
+    assert ended(late) == (0, "False\nTrue\n")
+    assert page.position() == 1  # of the rank that is in call 1024
+
+
 # --- signals of a scheduler at a worker
 
 
@@ -178,16 +229,21 @@ print(os.waitpid(child, 0)[1], flush=True)
 # --- the agreement
 
 
-def agreed(*reports: NodeReport, min_nodes: int | None = None) -> list[Verdict | None]:
+def agreed(
+    *reports: NodeReport,
+    min_nodes: int | None = None,
+    store: MemoryStore | None = None,
+    number: int = 0,
+) -> list[Verdict | None]:
     """Let nodes with these reports agree over one store; return what each of them learns."""
-    store, found = MemoryStore(), dict[int, Verdict | None]()
+    store, found = store or MemoryStore(), dict[int, Verdict | None]()
 
     def run(rank: int, until: float) -> None:
         def report(_until: float | None = None) -> NodeReport:
             return reports[rank]
 
         try:
-            found[rank] = agree(store, rank, len(reports), until, min_nodes, report)
+            found[rank] = agree(store, number, rank, len(reports), until, min_nodes, report)
         except Exception:  # noqa: BLE001 - the result is asserted
             found[rank] = None
 
@@ -219,10 +275,33 @@ def test_without_a_node_the_others_learn_that_the_job_ends() -> None:
         return NodeReport(5, 2, 2, leaves=False, whole=True)
 
     with pytest.raises(Exception, match="first/1"):
-        agree(store, 0, 2, monotonic() + 0.05, None, mine)
-    assert store.get("stop/verdict") == b"end"
-    with pytest.raises(Exception, match="stop/next"):
-        agree(MemoryStore(), 1, 2, monotonic() + 0.05, None, mine)
+        agree(store, 0, 0, 2, monotonic() + 0.05, None, mine)
+    assert store.get("stop/0/verdict") == b"end"
+    with pytest.raises(Exception, match="stop/0/next"):
+        agree(MemoryStore(), 0, 1, 2, monotonic() + 0.05, None, mine)
+
+
+LEAVES, STAYS = NodeReport(9, 2, 2, True, False), NodeReport(5, 2, 2, False, False)
+
+
+def test_a_second_request_in_a_round_does_not_see_the_reports_of_the_first() -> None:
+    store = MemoryStore()
+    assert agreed(STAYS, LEAVES, min_nodes=1, store=store) == [Leave()] * 2
+    later = [NodeReport(position, 2, 2, False, True) for position in (70, 60)]
+    assert agreed(*later, min_nodes=1, store=store, number=1) == [StopAt(71)] * 2
+
+
+def test_a_request_for_the_whole_job_follows_that_of_a_node_that_leaves() -> None:
+    store = MemoryStore()
+    agreed(STAYS, LEAVES, min_nodes=1, store=store)
+    asked = threading.Thread(target=lambda: calls.append(ask(store, "a test", PATIENCE)))
+    calls: list[int | None] = []
+    asked.start()
+    store.wait(["stop/1/asked"])
+    later = [NodeReport(position, 2, 2, False, True) for position in (70, 60)]
+    agreed(*later, min_nodes=1, store=store, number=1)
+    asked.join()
+    assert calls == [71]
 
 
 @pytest.mark.parametrize("left", [None, 12.5])
@@ -231,10 +310,68 @@ def test_a_request_survives_the_store(left: float | None) -> None:
     assert decode_request(text) == ("SIGTERM at rank 3", left, True)
 
 
+def test_a_reason_that_another_agent_sends_controls_no_terminal() -> None:
+    assert decode_request("- 0 \x1b[31mnow\x07\nplease\u202e".encode())[0] == "[31mnow please"
+
+
 @pytest.mark.parametrize("text", [b"", b"1", b"x 0 why", b"-5 0 why", b"nan 0 why", b"inf 0 why"])
 def test_a_malformed_request_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         decode_request(text)
+
+
+# --- the feature
+
+
+class Node:
+    """The feature of a job of one worker; the test handles its messages."""
+
+    def __init__(self) -> None:
+        self.messages = SimpleQueue[Callable[[], object]]()
+        spec = SimpleNamespace(local_world_size=1)
+        group = SimpleNamespace(
+            spec=spec, state=WorkerState.HEALTHY, store=MemoryStore(), group_world_size=1
+        )
+        group.group_rank = 0
+        recorder = SimpleNamespace(emit=lambda name, **fields: None)
+        self.job = SimpleNamespace(group=group, post=self.messages.put, recorder=recorder)
+        self.job.shutdown_timeout, self.job.leaving, self.job.stopping = PATIENCE, False, False
+        self.stop = EarlyStop(cast(Any, self.job))
+
+    def stops_early(self) -> None:
+        """Run one attempt; its worker stops because of a signal."""
+        environment: dict[str, str] = {}
+        self.stop.before_start({0: environment})
+        nothing = cast(Any, None)
+        self.stop.on_start(StartedWorkers(0, [0], nothing, nothing))
+        assert self.stop.stopped() == ""
+        worker = subprocess.Popen([sys.executable, "-c", STEPPING], env=os.environ | environment)
+        wait_until(self._is_asked, "a worker that calls should_stop")
+        assert self.job.stopping
+        assert isinstance(self.messages.get(timeout=PATIENCE)(), events.StopBegun)
+        assert worker.wait(PATIENCE) == 0
+        assert self.stop.stopped() == "SIGTERM"
+
+    def _is_asked(self) -> bool:
+        return isinstance(self.stop.on_signal(events.Signaled(signal.SIGTERM)), events.StopBegun)
+
+
+def test_a_stop_leaves_nothing_for_the_next_run_of_an_agent() -> None:
+    node = Node()
+    for _ in range(2):
+        node.stop.open()
+        assert (node.job.stopping, node.job.kill_at) == (False, None)
+        node.stops_early()
+        node.stop.close()
+
+
+def test_a_stop_leaves_nothing_for_an_attempt_that_a_subclass_starts_all_the_same() -> None:
+    node = Node()
+    node.stop.open()
+    node.stops_early()
+    node.stop.before_stop()
+    node.stops_early()
+    node.stop.close()
 
 
 # --- the decisions of the agent

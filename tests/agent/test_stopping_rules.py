@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow._stopping import HOLD, RUN, answer
+from regrow._stopping import HOLD, RUN, answer, latest
 from regrow.agent.decisions.early_stop import (
     EndNow,
     Leave,
@@ -25,6 +25,9 @@ from regrow.agent.decisions.early_stop import (
 )
 
 Draw = Callable[[st.SearchStrategy[int]], int]
+CYCLE = 1 << 62
+LAST_ITERATION = CYCLE - (1 << 32)
+"""Position before the first call of the iteration after which the positions begin again at 0."""
 
 
 class Rank:
@@ -52,16 +55,23 @@ class Rank:
 
     def restart(self) -> None:
         """Begin the next iteration of the wrapped function, from any point of a call."""
-        self.position = ((self.position >> 32) + 1) << 32
+        self.position = (((self.position >> 32) + 1) << 32) % CYCLE
         self._calling, self.stopped_at = False, 0
 
 
-@given(st.data(), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())
+@given(
+    st.data(),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from([0, LAST_ITERATION - (1 << 32), LAST_ITERATION]),
+)
 def test_all_ranks_stop_at_the_same_position(
-    data: st.DataObject, sizes: list[int], restarts: bool
+    data: st.DataObject, sizes: list[int], restarts: bool, first: int
 ) -> None:
     pages = [[RUN] for _ in sizes]
-    nodes = [[Rank(page) for _ in range(size)] for page, size in zip(pages, sizes, strict=True)]
+    nodes = [
+        [Rank(page, first) for _ in range(size)] for page, size in zip(pages, sizes, strict=True)
+    ]
     ranks = [rank for node in nodes for rank in node]
     reports: dict[int, NodeReport] = {}
     left = {node: ["hold", "report", "release"] for node in range(len(sizes))}
@@ -108,7 +118,7 @@ def advance(
             pages[node][0] = HOLD
         case ["report", *_]:
             size = len(nodes[node])
-            position = max(rank.position for rank in nodes[node])
+            position = latest(rank.position for rank in nodes[node])
             reports[node] = NodeReport(position, size, size, leaves=False, whole=True)
         case ["release", *_] if isinstance(verdict, StopAt):
             pages[node][0] = verdict.position

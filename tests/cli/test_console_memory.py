@@ -53,6 +53,15 @@ def test_events_that_the_story_relates_to_each_other_are_all_kept() -> None:
     assert kept.left_out == 0
 
 
+def test_what_only_the_ledger_uses_is_not_kept() -> None:
+    accounts = {"0": {"seconds": {"steps": 1.0}}}
+    ended = record("attempt.ended", state="FAILED")
+    updates = [record("worker.accounts", accounts=accounts)] * (3 * MOST)
+    kept = kept_of(*updates, ended | {"accounts": accounts})
+    assert kept.in_order() == [ended]
+    assert kept.left_out == 0
+
+
 def test_the_printed_story_says_that_it_is_without_some_events() -> None:
     def printed(loops: int) -> str:
         stream = io.StringIO()

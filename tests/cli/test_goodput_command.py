@@ -1,4 +1,4 @@
-"""`regrow goodput` prints a ledger, or says why there is none."""
+"""`regrow goodput` prints a ledger, or the reason why there is none."""
 
 from __future__ import annotations
 

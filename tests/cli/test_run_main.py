@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from helpers.pages import typed
 from helpers.stories import without_times
 from regrow import run
 from regrow.cli import main, platform_fault
-from regrow.cli.screen.console import Console
+from regrow.cli.screen.console import Console, greeting
 from regrow.events import Event, EventSource
 from regrow.launch import LaunchConfig
 from regrow.rendezvous import (
@@ -101,10 +102,9 @@ FAILED = event(
 )
 
 
-def finished(state: str) -> Event:
-    return event(
-        "job.finished", state=state, exit_code=1, signal=None, reason="", duration_s=9, restarts=0
-    )
+def finished(state: str, signame: str | None = None) -> Event:
+    fields = {"state": state, "exit_code": 1, "signal": signame, "reason": ""}
+    return event("job.finished", **fields, duration_s=9, restarts=0)
 
 
 def error_line(err: str, prog: str = "regrow run") -> str:
@@ -500,17 +500,19 @@ def test_a_failed_job_prints_its_report_then_its_story_then_the_path_of_the_logs
     assert err.count("train.py FAILED") == 1
     report, story = err.index("train.py FAILED"), err.rindex("SIGKILL")
     assert report < story
-    assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
+    assert err.rstrip().endswith("regrow: each failure on one page: regrow explain /logs/job_1")
 
 
-def test_the_story_of_a_stopped_job_follows_the_line_about_the_stop(
+def test_the_story_of_a_stopped_job_begins_with_the_stop_and_no_other_line_repeats_it(
     launcher: Launcher, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launcher.events = [STARTED, finished("SIGNALED")]
+    launcher.events = [STARTED, finished("SIGNALED", "SIGTERM")]
     launcher.error = SignalException("stop", signal.SIGTERM)
     assert main(["run", "train.py"]) == 143
     err = capfd.readouterr().err
-    assert without_times(err).startswith("regrow: stopped by SIGTERM\n")
+    assert without_times(err).startswith("regrow: job ")
+    assert err.count("stopped by SIGTERM") == 1
+    assert "regrow explain" not in err  # nothing failed
     assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
 
 
@@ -525,7 +527,7 @@ def test_a_job_that_succeeds_after_a_restart_prints_its_story(
     out, err = capfd.readouterr()
     assert out == ""
     assert "SIGKILL" in err
-    assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
+    assert err.rstrip().endswith("regrow: each failure on one page: regrow explain /logs/job_1")
 
 
 def test_the_line_at_the_start_follows_the_variable(
@@ -539,6 +541,21 @@ def test_the_line_at_the_start_follows_the_variable(
         "regrow: job job: 2 workers; 3 restarts; a dead worker is acted on within 0.1 s;"
         " logs in /logs/job_1"
     )
+
+
+def test_a_warning_before_the_start_of_the_job_has_the_name_of_regrow(tmp_path: Path) -> None:
+    command = "regrow run --standalone --nproc-per-node 2 --no-python true"
+    ended = typed(f"env -u OMP_NUM_THREADS {command}", tmp_path)
+    assert ended.code == 0, ended.output
+    assert ended.output.startswith("regrow: OMP_NUM_THREADS is unset: each of the 2 workers")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 restarts"), (1, "1 restart"), (2, "2 restarts")]
+)
+def test_the_line_at_the_start_counts_the_restarts(number: int, text: str) -> None:
+    line = greeting({"run_id": "job", "max_restarts": number})
+    assert line == f"regrow: job job: 1 worker; {text}"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
@@ -674,7 +691,10 @@ def test_the_installed_command_answers_too() -> None:
         (["rnu", "train.py"], "unknown command 'rnu'; did you mean regrow run?"),
         (["train.py"], "unknown command 'train.py'; did you mean regrow run train.py"),
         (["--nproc-per-node", "2"], "did you mean regrow run --nproc-per-node 2"),
-        (["frobnicate"], "the commands are run, events, goodput, stop, token, top and web"),
+        (
+            ["frobnicate"],
+            "the commands are run, events, explain, goodput, stop, token, top and web",
+        ),
     ],
 )
 def test_an_unknown_command_is_answered_with_a_suggestion(

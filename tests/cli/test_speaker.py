@@ -201,6 +201,23 @@ def test_the_report_and_the_story_of_a_failed_job_are_printed_once() -> None:
     )
 
 
+def test_the_exception_that_ends_a_job_is_in_the_report_and_not_again_in_the_story() -> None:
+    error = child_failed()
+    traceback = "Traceback (most recent call last):\nKeyError: 'no such layer'"
+    error.failures[2].set_report("KeyError: 'no such layer'", traceback, None, 0)
+    known = {"rank": 2, "host": "n2", "pid": 77, "exit_code": 3, "traceback": traceback}
+    error = ChildFailedError("train.py", error.failures)  # a new report
+    _, end = printed(0, STARTED, met(0), event("worker.failed", **known), FINISHED, error=error)
+    assert end.count("no such layer") == 1
+    assert "failure 1 (attempt 0): rank 2 on host n2 (pid 77) exited with code 3 (reported" in end
+
+
+def test_the_command_that_explains_a_failure_names_the_other_hosts() -> None:
+    _, end = printed(0, STARTED, met(0), FAILED, FINISHED, error=child_failed())
+    page = "each failure on one page (add the log directories of the other hosts): regrow explain "
+    assert end.endswith(f"{page}/logs/job_1")
+
+
 def test_the_story_of_a_job_that_succeeds_after_a_restart_is_printed_once() -> None:
     events = (FAILED, event("job.restarting", delay_s=0), event("job.finished", state="SUCCEEDED"))
     assert "SUCCEEDED" in printed(0, STARTED, met(0), *events)[0]
@@ -234,6 +251,14 @@ def test_events_from_several_threads_are_all_counted() -> None:
             thread.join()
         console(FINISHED)
     assert "FAILED" in stream.getvalue(), "the last rank knows that all others are lost"
+
+
+def test_the_text_of_an_error_is_printed_once() -> None:
+    why = "the rendezvous 'job' cannot be reached"
+    finished = event("job.finished", state="ERROR", exit_code=75, reason=why)
+    _, end = printed(0, STARTED, met(0), finished, error=RendezvousConnectionError(why))
+    assert end.count(why) == 1
+    assert "ended with an ERROR (exit code 75)" in end
 
 
 def test_an_agent_that_ends_otherwise_prints_one_line() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.cli.screen.status_line import Status, advance, render
+from regrow.cli.screen.status_line import JobStatus, advance, render
 
 STARTED = ("regrow.job.started", {"monotonic": 100.0})
 MET = ("regrow.rendezvous.completed", {"world_size": 4})
@@ -20,8 +20,8 @@ ENDED = ("regrow.attempt.ended", {"state": "FAILED"})
 RESTARTING = ("regrow.job.restarting", {"delay_s": 0.0, "reason": "worker failure"})
 
 
-def after(*events: tuple[str, dict[str, Any]]) -> Status:
-    status = Status()
+def after(*events: tuple[str, dict[str, Any]]) -> JobStatus:
+    status = JobStatus()
     for name, metadata in events:
         status = advance(status, name, metadata)
     return status

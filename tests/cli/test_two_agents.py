@@ -152,7 +152,8 @@ def test_a_schedulers_notice_to_every_process_leaves_workers_their_whole_grace(
     agents = [hosts.start(f"--nnodes 2 {C10D} {grace} --node-rank {n}", SLOW_SAVE) for n in (0, 1)]
     hosts.wait_for("ready-0", "ready-1")
     family = [pid for pid in marked(str(hosts.folder)) if pid not in [a.pid for a in agents]]
-    assert len(family) == 5  # two workers, two guardians, one store server
+    # two workers, two guardians, two relays of stderr, one store server
+    assert len(family) == 7
     for pid in [*family, *(agent.pid for agent in agents)]:  # the worst order
         os.kill(pid, signal.SIGTERM)
     for code, output in map(hosts.ended, agents):

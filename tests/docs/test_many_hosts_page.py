@@ -68,12 +68,17 @@ def test_the_script_for_slurm_leaves_the_requeue_to_the_agents(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "pods", "endpoint", "run_id"),
     [
-        ("Job", ["train-{}"], "train-{}.train", "uid-of-the-job"),
+        ("Job", ["train-{}"], "train-{}.train.default.svc.cluster.local:29400", "uid-of-the-job"),
         ("JobSet", ["pytorch-workers-0-{}"], "pytorch-workers-0-{}.pytorch:29400", "pytorch-1"),
     ],
 )
 def test_a_manifest_makes_its_pods_one_job(
-    kind: str, pods: list[str], endpoint: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    pods: list[str],
+    endpoint: str,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     (manifest,) = (m for m in MANIFESTS if m["kind"] == kind)
     (container,) = containers(manifest)
@@ -98,7 +103,9 @@ def test_a_manifest_makes_its_pods_one_job(
         monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
         monkeypatch.setenv("HOSTNAME", pods[0].format(index))
         args = flags(shlex.join(container["command"]))
-        fill_in(args, os.environ)
+        pod, hosts_file = pods[0].format(index), tmp_path / "hosts"
+        hosts_file.write_text(f"10.244.1.5\t{pod}.train.default.svc.cluster.local\t{pod}\n")
+        fill_in(args, os.environ, hosts_file)
         assert (args.nnodes, args.node_rank, args.rdzv_backend) == ("4", index, "c10d")
         assert args.rdzv_endpoint == ",".join(map(endpoint.format, range(3)))
         assert args.rdzv_id == run_id

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from helpers.rendezvous.etcd_server import etcd, require_etcd
 from helpers.schedulers.training import COMMANDS as UNDER_SCHEDULERS
 from regrow.utils import PortReservation
 
+_HOOKS = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+EXAMPLE: re.Pattern[str] = _HOOKS["EXAMPLE"]
+on_page_markdown: Callable[[str], str] = _HOOKS["on_page_markdown"]
+
 # --- links
 
 
@@ -31,8 +36,8 @@ def anchors(text: str) -> set[str]:
     return named | {re.sub(r"[\s-]+", "-", heading) for heading in plain}
 
 
-def links() -> Iterator[tuple[str, str]]:
-    for page, text in PAGES.items():
+def links(pages: dict[str, str] = PAGES) -> Iterator[tuple[str, str]]:
+    for page, text in pages.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if not target.startswith("https://"):
                 yield page, target
@@ -49,10 +54,20 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
 
 
 def test_no_page_of_the_site_links_to_a_file_outside_of_it() -> None:
-    for page, target in links():
-        if page.startswith("docs/"):
-            path = ((ROOT / page).parent / target.partition("#")[0]).resolve()
-            assert path.is_relative_to(ROOT / "docs"), (page, target)
+    of_site = {page: text for page, text in PAGES.items() if page.startswith("docs/")}
+    for page, target in links({page: EXAMPLE.sub("", text) for page, text in of_site.items()}):
+        path = ((ROOT / page).parent / target.partition("#")[0]).resolve()
+        assert path.is_relative_to(ROOT / "docs"), (page, target)
+
+
+def test_the_examples_and_help_texts_are_inserted_into_the_pages_of_the_site() -> None:
+    assert not [page for page, text in PAGES.items() if "{{" in text]
+    for page, file in (("examples.md", "gpt.py"), ("guides/frameworks.md", "lightning_digits.py")):
+        made = on_page_markdown(PAGES[f"docs/{page}"])
+        (source,) = (ROOT / "examples").rglob(file)
+        assert f"```python\n{source.read_text()}```" in made
+    made = on_page_markdown("### `regrow token`\n\n`regrow token --help`\n")
+    assert made.startswith("### `regrow token`\n\n```text\nusage: regrow token ")
 
 
 # --- commands
@@ -72,9 +87,11 @@ ELSEWHERE = {
         for command in commands("docs/guides/in-process-restart.md")
         if command.startswith(("export MASTER_ADDR=", "srun ", "mpirun "))
     ),
+    # by tests/docs/test_explain_page.py
+    *commands("docs/guides/explain.md"),
     # by tests/integrations/test_frameworks.py
     *commands("docs/guides/frameworks.md"),
-    # by tests/views/test_watching_page.py
+    # by tests/views/test_watching_page.py and tests/views/test_remote_job.py
     *(c for c in commands("docs/guides/watching.md") if c.startswith(("regrow top", "regrow web"))),
     # below, with an etcd
     *(command for command in commands("docs/guides/etcd.md") if command.startswith("etcdctl ")),
@@ -175,17 +192,21 @@ STORE = (
     "import os, torch.distributed as dist\n"
     "from regrow.store import worker_store\nfrom regrow.store.torch import TorchStore\n"
 )
-#: Stands for an engine of DeepSpeed, which needs a GPU.
+#: Stands for an engine of DeepSpeed, which needs a GPU; a step is two batches.
 ENGINE = """\
 import regrow
-loader, folder = range(120), "checkpoints"
+loader, folder = range(240), "checkpoints"
 class Engine:
-    global_steps = 0
+    global_steps = batches = saved = 0
     def __call__(self, batch): return batch
     def load_checkpoint(self, folder): return None, None
-    def save_checkpoint(self, folder): assert self.global_steps == 100
+    def save_checkpoint(self, folder):
+        assert (self.global_steps, self.batches, self.saved) == (100, 200, 0)
+        self.saved = 1
     def backward(self, loss): pass
-    def step(self): self.global_steps += 1
+    def step(self):
+        self.batches += 1
+        self.global_steps = self.batches // 2
 engine = Engine()
 """
 #: Code to run before each block, flags of its job ("": it runs alone), and its output.

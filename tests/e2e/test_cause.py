@@ -88,8 +88,10 @@ os.abort()
 """
 
 
-@pytest.mark.parametrize("flags", [["--redirects=2"], ["--tee=3"]])
-def test_the_message_of_a_crash_is_found_where_stderr_is_a_file(
+@pytest.mark.parametrize(
+    "flags", [[], ["--redirects=2"], ["--tee=3"], ["--nproc-per-node=1", "--local-ranks-filter=7"]]
+)
+def test_the_message_of_a_crash_is_found_wherever_stderr_goes(
     tmp_path: Path, flags: list[str]
 ) -> None:
     code, _ = run(tmp_path, CRASH, "--nproc-per-node=1", *flags)
@@ -119,3 +121,37 @@ time.sleep(100)
     assert done.returncode == 143, done.stderr
     said = " ".join(done.stderr.split())
     assert re.search(r"was stopped by SIGTERM after [\d.]+ m?s at step 7 ", said), done.stderr
+
+
+THROWS_IN_CPP = """\
+import ctypes
+print("step 7")
+ctypes.CDLL("libstdc++.so.6")._ZSt20__throw_length_errorPKc(b"bad shape")
+"""
+
+
+def test_an_uncaught_exception_of_a_library_in_cpp_is_named(tmp_path: Path) -> None:
+    code, _ = run(tmp_path, THROWS_IN_CPP, "--nproc-per-node=1")
+    assert code == 1
+    (failure,) = story(read_events(tmp_path / "logs")).failures
+    assert failure.what == "was killed by SIGABRT: std::length_error: bad shape"
+
+
+def test_the_last_line_of_a_shell_script_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/bash\necho a step\necho 'no data in /data' > /dev/stderr\nexit 3\n")
+    script.chmod(0o755)
+    base = [sys.executable, "-m", "regrow.run", "--standalone", f"--log-dir={tmp_path}/logs"]
+    subprocess.run(
+        [*base, "--no-python", script], capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    (failure,) = story(read_events(tmp_path / "logs")).failures
+    assert failure.what == "exited with code 3: no data in /data"
+
+
+def test_output_of_a_job_arrives_in_full_and_before_the_story(tmp_path: Path) -> None:
+    script = "import os, sys\nfor n in range(20_000): print('line', n, file=sys.stderr)\nos.abort()"
+    code, lines = run(tmp_path, script, "--nproc-per-node=1")
+    assert code == 1
+    assert lines[:20_000] == [f"line {number}" for number in range(20_000)]
+    assert "was killed by SIGABRT" in lines[20_000]

@@ -221,17 +221,25 @@ VETH = (
 )
 
 
-def in_a_namespace(tmp_path: Path, chaos: str, rest: str = "") -> subprocess.Popen[str]:
-    """Start a job in a network namespace with two interfaces; `rest` runs after it."""
+def in_a_namespace(
+    tmp_path: Path, chaos: str, rest: str = "", path: str = ""
+) -> subprocess.Popen[str]:
+    """Start a job in a network namespace with two interfaces.
+
+    `rest` runs after it, and the folder `path` precedes those of PATH.
+    """
     probe = [*SPACE, VETH + "tc qdisc add dev v0 root pfifo limit 0"]
     if os.geteuid() or subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip("this process cannot make a network namespace")
     script = tmp_path / "train.py"
     script.write_text("import time\nfor _ in range(250): time.sleep(0.01)\n")
-    job = f"{sys.executable} -m regrow.run --standalone --log-dir={tmp_path} --chaos='{chaos}'"
+    path = f"PATH={path}:$PATH " if path else ""
+    job = (
+        f"{path}{sys.executable} -m regrow.run --standalone --log-dir={tmp_path} --chaos='{chaos}'"
+    )
     watch = "(while sleep 0.1; do tc qdisc show dev v0; done) & watch=$!; "
     return subprocess.Popen(
-        [*SPACE, f"{VETH}{watch}{job} {script}; echo over; {rest} sleep 0.5; kill $watch"],
+        [*SPACE, f"{VETH}{watch}{job} {script}; echo over $?; {rest} sleep 0.5; kill $watch"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -257,6 +265,35 @@ def test_a_link_is_delayed_for_its_time_where_the_kernel_can_do_it(tmp_path: Pat
         return
     assert "qdisc netem" in output
     assert "qdisc netem" not in output.partition("over")[2], output
+
+
+FAKE_TC = """#!/bin/sh
+echo "$*" >> {log}
+case "$*" in *{fails}*) echo "Error: Specified qdisc kind is unknown." >&2; exit 2;; esac
+"""
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("fails", ["nothing", "v1"])
+def test_a_delay_sets_the_queue_of_each_interface_and_removes_it(
+    tmp_path: Path, fails: str
+) -> None:
+    # The kernel may have no netem, so this is the command line only.
+    log, fake = tmp_path / "tc.log", tmp_path / "bin" / "tc"
+    fake.parent.mkdir()
+    fake.write_text(FAKE_TC.format(log=log, fails=fails))
+    fake.chmod(0o755)
+    plan = "delay rank=0 by=10ms at=200ms for=300ms"
+    process = in_a_namespace(tmp_path, plan, path=str(fake.parent))
+    output, _ = process.communicate(timeout=50)
+    assert "over 0" in output, output
+    begun = [f"qdisc add dev {name} root netem delay 10ms" for name in ("v0", "v1")]
+    done = [f"qdisc del dev {name} root" for name in ("v0", "v1")]
+    lines = log.read_text().splitlines()
+    assert lines[0] == "qdisc add dev lo root netem delay 1ms"  # can the kernel do it?
+    assert [line for line in lines if " lo " not in line] == [*begun, *done]
+    left_out = "--chaos: left out delay into rank 0: tc: Error: Specified qdisc kind is unknown."
+    assert (left_out in output) == (fails == "v1"), output
 
 
 def test_the_machines_own_network_is_never_touched() -> None:

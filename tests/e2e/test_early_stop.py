@@ -137,6 +137,8 @@ def test_the_time_limit_stops_the_job(launch: Launch) -> None:
     assert same_step(job)
     assert job.finish() == 85, job.output
     assert job.events("stop.requested")[0]["why"] == "the time limit of 4 s"
+    assert job.output.count("the time limit of 4 s asks the job to stop") == 1
+    assert "is nearly over" not in job.output
 
 
 def test_the_time_limit_stops_workers_that_do_not_call_should_stop(launch: Launch) -> None:
@@ -154,13 +156,22 @@ def test_a_worker_that_does_not_reach_the_step_gets_the_signal_at_last(launch: L
 
 
 def test_a_save_may_use_the_whole_grace(launch: Launch) -> None:
-    # The signal at the end of the grace comes after 1.6 s.
-    save = LOOP + "end = time.monotonic() + 1.8\nwhile time.monotonic() < end: time.sleep(0.01)\n"
-    job = launch(save + "report('saved')", "--shutdown-timeout=2")
+    # The signal at the end of the grace comes after 4 s.
+    save = LOOP + "end = time.monotonic() + 4.2\nwhile time.monotonic() < end: time.sleep(0.01)\n"
+    job = launch(save + "report('saved')", "--shutdown-timeout=5")
     running(job)
     job.signal(signal.SIGTERM)
     assert same_step(job)
     assert [words[2] for words in job.reports(2)] == ["saved", "saved"]
+    assert job.finish() == 85, job.output
+
+
+def test_a_save_that_takes_longer_than_the_grace_is_killed(launch: Launch) -> None:
+    job = launch(LOOP + "forever()", "--shutdown-timeout=1")
+    running(job)
+    job.signal(signal.SIGTERM)
+    assert same_step(job)
+    assert job.finish() == 143, job.output
 
 
 def test_a_failure_meanwhile_ends_the_job_as_the_signal_does(launch: Launch) -> None:
@@ -173,7 +184,7 @@ while not os.path.exists(saved):  # a rank that has not stopped yet is ended
     time.sleep(0.005)
 sys.exit(3)
 """
-    job = launch(LOOP + fails, "--max-restarts=3")
+    job = launch(LOOP + fails, "--max-restarts=3", "--shutdown-timeout=4")
     running(job)
     job.signal(signal.SIGTERM)
     assert same_step(job)
@@ -198,6 +209,56 @@ def test_a_restart_after_a_failure_does_not_wait_for_a_worker_that_calls_should_
     graces = ("--shutdown-timeout=1000", "--restart-timeout=1000")
     job = launch(fails, "--max-restarts=1", *graces)
     assert job.finish() == 0, job.output  # by its deadline, of far less than 1000 s
+
+
+# A collective of NCCL after the end of a peer: a wait in native code, which no handler interrupts.
+NATIVE_WAIT = """
+import ctypes
+mutex = (ctypes.c_char * 64)()
+library = ctypes.CDLL(None)
+library.pthread_mutex_lock(mutex)
+def wait_in_native_code():
+    open(os.environ["REPORTS"] + ".waits", "w").close()
+    library.pthread_mutex_lock(mutex)
+"""
+WAITS = """
+    if ATTEMPT == 1:
+        break
+    if RANK == 0:
+        wait_in_native_code()
+    elif os.path.exists(os.environ["REPORTS"] + ".waits"):
+        sys.exit(3)
+"""
+
+
+def test_a_restart_does_not_wait_for_a_worker_that_calls_should_stop_and_is_in_native_code(
+    launch: Launch,
+) -> None:
+    graces = ("--shutdown-timeout=1000", "--restart-timeout=1000")
+    job = launch(NATIVE_WAIT + LOOP + WAITS, "--max-restarts=1", *graces)
+    assert job.finish() == 0, job.output  # by its deadline, of far less than 1000 s
+    (failed,) = job.events("worker.failed")
+    assert failed["rank"] == 1
+
+
+def test_a_handler_that_the_script_installs_later_has_its_grace(launch: Launch) -> None:
+    handles = """
+def save(*_):
+    time.sleep(1)  # more than an agent waits for a worker in native code
+    report("saved")
+    os._exit(0)
+"""
+    later = """
+    if step == 2:
+        signal.signal(signal.SIGTERM, save)
+    if RANK == 0 and step == 4:
+        open(os.environ["REPORTS"] + ".handles", "w").close()
+    elif RANK == 1 and os.path.exists(os.environ["REPORTS"] + ".handles"):
+        sys.exit(3)
+"""
+    job = launch(handles + LOOP + later)
+    assert job.finish() == 1, job.output
+    assert "saved" in {words[2] for words in job.unread_reports()}
 
 
 def test_a_training_that_ends_before_the_stop_has_succeeded(launch: Launch) -> None:
@@ -303,3 +364,18 @@ def test_all_hosts_of_an_elastic_job_with_notice_stop_at_the_same_step(hosts: Ho
     ended = [hosts.ended(agent) for agent in agents]
     assert [code for code, _ in ended] == [85, 85], ended
     assert len(set(steps(hosts).values())) == 1
+
+
+def test_a_host_that_stands_by_ends_with_a_job_that_stops(hosts: Hosts) -> None:
+    flags = MEET.replace("--nnodes 2", "--nnodes 1:2 --rdzv-id mine")
+    agents = [hosts.start(flags, TRAIN) for _ in range(2)]
+    hosts.wait_for(*(f"running-{rank}" for rank in range(4)))
+    spare = hosts.start(flags, TRAIN)
+    assert spare.stdout is not None
+    assert any("this node stands by" in line for line in spare.stdout)
+    assert hosts.regrow("stop --rdzv-endpoint 127.0.0.1:PORT --rdzv-id mine").code == 0
+    codes = [hosts.ended(agent)[0] for agent in agents]
+    code, output = hosts.ended(spare)
+    assert [*codes, code] == [85, 85, 85], output
+    assert "the job was stopped by regrow stop, and this host stood by" in " ".join(output.split())
+    assert "rank 0 of" not in output  # it does not go on alone

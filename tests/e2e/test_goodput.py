@@ -135,7 +135,7 @@ def mark_new_steps(notes: list[list[dict[str, Any]]]) -> set[int]:
     """Mark the steps that are new in the job's life; return the highest step of each attempt.
 
     The ledger counts the first step after a start as long as the mean of the other ones of the
-    process, because it cannot be told from the startup. So this is done here, too.
+    process, because it contains the startup. So this is done here, too.
     """
     reached: dict[tuple[int, int], int] = {}
     steps = [(i, each) for i, run in enumerate(notes) for each in run if each["what"] == "step"]

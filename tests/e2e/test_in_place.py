@@ -67,3 +67,28 @@ sys.exit(6)
     assert job.finish() == 1, job.output
     failed = [(event["attempt"], event["exit_code"]) for event in job.events("worker.failed")]
     assert failed == [(0, 4), (0, 4), (1, 6)]
+
+
+def test_an_exception_of_the_function_is_an_event_with_its_traceback(launch: Launch) -> None:
+    job = launch(
+        WRAPPED
+        + """
+def fail(iteration):
+    if RANK == 0 and iteration < 2:
+        raise ValueError("a bad batch")
+train()
+""",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+    )
+    assert job.finish() == 0, job.output
+    first, second = job.events("inprocess.raised")
+    assert [(each["iteration"], each["rank"]) for each in (first, second)] == [(0, 0), (1, 0)]
+    lines = first["traceback"].splitlines()
+    assert (lines[0], lines[-1]) == (
+        "Traceback (most recent call last):",
+        "ValueError: a bad batch",
+    )
+    assert "in fail" in first["traceback"]
+    assert "regrow/inprocess" not in first["traceback"]
+    assert second["traceback"] is None  # it is that of the event before

@@ -63,7 +63,13 @@ def pids_of_standbys(job: Job, count: int) -> list[int]:
     return wait_until(found, lambda: f"{count} standbys; {job.output}", 60.0)
 
 
-@pytest.mark.parametrize("flags", [(), ("--preload=regrow.inprocess,numpy",)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), marks=pytest.mark.thorough),
+        ("--preload=regrow.inprocess,numpy",),
+    ],
+)
 def test_the_first_workers_of_a_host_that_waited_are_its_standbys(
     launch: Launch, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.stories import without_times
-from regrow.events import Event, EventLog, EventSource, print_story, story
+from regrow.events import Event, EventLog, EventSource, after_report, print_story, story
 
 Line = dict[str, Any]
 # On a busy machine an example may take any time.
@@ -116,6 +118,43 @@ def test_the_story_of_a_killed_worker_gives_the_cause_and_the_four_figures() -> 
         "about 1.2 s of training)\n"
         "  3.5 s of 31 s lost: detecting 0.4 ms, starting 2.3 s, redoing steps 1.2 s"
     )
+
+
+def test_the_story_after_the_report_does_not_repeat_it() -> None:
+    cause = {"exit_code": 1, "signal": None, "message": "KeyError: 'no such layer'"}
+    lines = [started(max_restarts=0), attempt(0, 100.1)]
+    lines += [failed(0, 110.0, error_file="/logs/0/1/error.json", **cause)]
+    lines += [ended(0, 110.01, "FAILED"), finished(0, 111.0, state="FAILED", exit_code=1)]
+    assert without_times(after_report(story(lines), 1, 4242).render(115)).splitlines()[1:] == [
+        "  failure 1 (attempt 0): rank 1 on host foo (pid 4242) exited with code 1 (reported "
+        "above)",
+        "    detected after   0.4 ms",
+        "    not restarted    no restarts allowed (--max-restarts=0)",
+    ]
+
+
+def test_the_story_names_the_failures_before_the_one_in_the_report() -> None:
+    lines = [*recovered()[:-2], failed(1, 131.0, pid=7, exit_code=1, signal=None, message="late")]
+    lines += [ended(1, 131.0, "FAILED", 121, 400), finished(1, 131.2, state="FAILED", exit_code=1)]
+    earlier, _, last = without_times(after_report(story(lines), 1, 7).render(115)).partition(
+        "ure 2"
+    )
+    assert earlier.endswith("\n  fail")
+    assert "(pid 4242) was killed by SIGKILL\n" in earlier
+    assert "(pid 7) exited with code 1 (reported above)\n" in last
+    of_another = without_times(after_report(story(lines), 1, 4242).render(115))
+    assert "(pid 7) exited with code 1: late\n" in of_another
+
+
+def test_a_long_path_stays_on_the_line_of_its_label() -> None:
+    path = "/logs/" + "x" * 100 + "/error.json"
+    lines = [*recovered()[:4], failed(0, 110.0, error_file=path), *recovered()[5:]]
+    assert f"    error file       {path}\n" in rendered(lines)
+
+
+def test_a_number_and_its_unit_are_on_one_line() -> None:
+    for width in range(60, 110):
+        assert not re.search(r"^ +m?s\b", rendered(recovered(), width), re.MULTILINE), width
 
 
 def test_the_figures_are_the_same_for_machines() -> None:
@@ -476,12 +515,22 @@ def test_no_line_is_wider_than_asked_for(width: int) -> None:
         (3725, "62 min 5 s"),
         (7200, "2 h 0 min"),
         (90061, "25 h 1 min"),
+        (math.inf, "an unknown time"),
+        (math.nan, "an unknown time"),
     ],
 )
 def test_durations_read_naturally(seconds: float, shown: str) -> None:
     from regrow.events.story_incidents import duration
 
     assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize("far", [1e308, math.inf, math.nan])
+def test_times_that_no_clock_can_have_are_unknown(far: float) -> None:
+    restart = line("inprocess.restarted", 0, 110.0, iteration=1, seconds={"called": far})
+    found = story([started(), restart, restart | {"iteration": 2}])
+    assert found.render(100)
+    json.dumps(found.to_json(), allow_nan=False)
 
 
 _ALL = [

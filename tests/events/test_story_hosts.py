@@ -110,8 +110,8 @@ def test_a_signal_that_stops_all_agents_is_no_failure_of_the_first_one() -> None
     assert story([started, *over, signaled, stopped]).failures == ()
     assert story([started, *over, restarting, gave_up, signaled, stopped]).failures == ()
     again = line("attempt.started", 1, 110.2, world_size=2)
-    told = story([started, *over, restarting, again, signaled, stopped])
-    assert (told.failures, told.moves) == ((), ())
+    made = story([started, *over, restarting, again, signaled, stopped])
+    assert (made.failures, made.moves) == ((), ())
     later = line("job.stopping", 1, 116.0, signal="SIGTERM")
     other = {**stopped, "signal": "SIGINT"}
     for ends in ([restarting, later, stopped], [signaled, other], [stopped]):

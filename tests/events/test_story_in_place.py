@@ -46,6 +46,20 @@ def test_the_faulty_rank_and_the_end_of_each_phase_are_shown() -> None:
     assert not any(line.startswith("without") for line in lines)
 
 
+def test_the_restarts_of_two_calls_with_the_same_iteration_are_both_shown() -> None:
+    lines = rendered(restarted(1), restarted(1, monotonic=115.0, message="ValueError('y')"))
+    assert [line[-15:] for line in lines if "in-process restart" in line] == [
+        "ValueError('x')",
+        "ValueError('y')",
+    ]
+
+
+def test_control_characters_in_the_name_of_a_phase_do_not_reach_the_terminal() -> None:
+    lines = rendered(restarted(1, seconds={"\x1b[2J": 0.001, "\x1b[3J": 0.002}))
+    assert any("\\x1b[2J" in line for line in lines)
+    assert not any("\x1b" in line for line in lines)
+
+
 def test_the_lost_ranks_and_the_number_of_the_others_are_shown() -> None:
     assert "without rank 2; 3 continue" in rendered(restarted(1, lost=[2], lost_count=1))
     many = restarted(1, lost=[4, 5], lost_count=9)

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.heartbeat.beats import Plan
+from regrow.heartbeat.beats import HeartbeatPlan
 from regrow.heartbeat.failure import Ranks
 from regrow.heartbeat.failure_policy import FailurePolicy
 from regrow.heartbeat.terms import SCOPE, STALLED, TIMER_FILE, bound, lead
 
-PLAN = Plan(1, 2, period=15.0, timeout=5.0, failures=1, start_timeout=20.0)
+PLAN = HeartbeatPlan(1, 2, period=15.0, timeout=5.0, failures=1, start_timeout=20.0)
 Read = Callable[[], list[dict[str, Any]]]
 
 

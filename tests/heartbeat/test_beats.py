@@ -16,10 +16,10 @@ from regrow.heartbeat.beats import (
     BeatState,
     Extend,
     Fail,
+    HeartbeatPlan,
     LeaveRequest,
     Listen,
     LogLine,
-    Plan,
     Result,
     SetStallRule,
     Sleep,
@@ -40,7 +40,7 @@ from regrow.heartbeat.merge import (
     WorkersLeft,
 )
 
-PLAN = Plan(rank=1, size=4, period=10.0, timeout=2.0, failures=3, start_timeout=30.0)
+PLAN = HeartbeatPlan(rank=1, size=4, period=10.0, timeout=2.0, failures=3, start_timeout=30.0)
 TOKEN = 4711
 T0 = 1000.0
 """When the first exchange of `joined` succeeded."""
@@ -49,7 +49,7 @@ MISSING = ExchangeFailed("nothing came", Ranks.of([3]))
 A = TypeVar("A")
 
 
-def joined(plan: Plan = PLAN) -> BeatState:
+def joined(plan: HeartbeatPlan = PLAN) -> BeatState:
     """A worker that has had its first exchange."""
     return step(begin(plan, 0, T0 - 1.0)[0], Result(Agreed(TOKEN), T0))[0]
 

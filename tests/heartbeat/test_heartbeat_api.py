@@ -16,7 +16,7 @@ from regrow import _progress as board
 from regrow import heartbeat
 from regrow.heartbeat import HeartbeatFailure, api, death
 from regrow.heartbeat.beater import Beater
-from regrow.heartbeat.beats import Plan
+from regrow.heartbeat.beats import HeartbeatPlan
 from regrow.heartbeat.failure import Ranks
 from regrow.heartbeat.failure_policy import FailurePolicy
 from regrow.heartbeat.merge import NO_STEP, Agreed, Beat, Outcome, Progress, WorkersLeft
@@ -252,7 +252,7 @@ def test_a_fatal_stall_is_fatal_in_a_wrapper_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deaths = Deaths(monkeypatch)
-    policy = FailurePolicy(Plan(0, 3, 1.0, 1.0, 3, 1.0))
+    policy = FailurePolicy(HeartbeatPlan(0, 3, 1.0, 1.0, 3, 1.0))
     ranks = Ranks.of([2])
     stall = HeartbeatFailure("stalled", ranks, "x", rank=0, world_size=3, beat=9, seconds=1.0)
     policy.fatal(stall)
@@ -368,7 +368,7 @@ class Record(FailurePolicy):
     """A policy that records failures and ends no process."""
 
     def __init__(self) -> None:
-        super().__init__(Plan(0, 1, 1.0, 1.0, 3, 1.0), lambda failure: None)
+        super().__init__(HeartbeatPlan(0, 1, 1.0, 1.0, 3, 1.0), lambda failure: None)
         self.failures: list[HeartbeatFailure] = []
         self.beats = threading.Semaphore(0)
         self.ended = threading.Event()
@@ -395,7 +395,9 @@ class ThreadedWorkers:
         self.policies = [Record() for _ in range(size)]
         self.beaters = []
         for rank in range(size):
-            plan = Plan(rank, size, 0.05, 0.25, failures=3, start_timeout=PATIENCE, patient=True)
+            plan = HeartbeatPlan(
+                rank, size, 0.05, 0.25, failures=3, start_timeout=PATIENCE, patient=True
+            )
             meeting = VectorMeeting(self.hub, size)
             self.beaters.append(Beater(plan, meeting, self.policies[rank], lambda: (NO_STEP, "")))
         for beater in self.beaters:
@@ -461,7 +463,7 @@ def test_the_stalled_rank_and_rank_0_log_a_stall_as_a_warning(
     rank: int, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="regrow.heartbeat.failure_policy")
-    plan = Plan(rank, 3, 1.0, 1.0, 3, 1.0)
+    plan = HeartbeatPlan(rank, 3, 1.0, 1.0, 3, 1.0)
     FailurePolicy(plan, lambda failure: None).stalled(Ranks.of([2]), "rank 2 is stalled")
     [record] = caplog.records
     assert (record.levelname, record.message) == (level, "rank 2 is stalled")
@@ -470,7 +472,7 @@ def test_the_stalled_rank_and_rank_0_log_a_stall_as_a_warning(
 def test_a_stall_is_reported_unless_the_script_declines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    plans: list[Plan] = []
+    plans: list[HeartbeatPlan] = []
     starts: list[Callable[[], threading.Event]] = [
         lambda: heartbeat.start(30),
         lambda: api.start_by_itself(30),
@@ -514,7 +516,7 @@ class FirstMeeting:
 
 def test_a_worker_that_leaves_during_its_first_beat_notifies_the_others() -> None:
     meeting = FirstMeeting()
-    plan = Plan(1, 2, 9.0, 9.0, failures=3, start_timeout=PATIENCE, patient=True)
+    plan = HeartbeatPlan(1, 2, 9.0, 9.0, failures=3, start_timeout=PATIENCE, patient=True)
     beater = Beater(plan, meeting, Record(), lambda: (NO_STEP, ""))
     beater.start()
     assert meeting.asked.wait(PATIENCE)

@@ -12,7 +12,7 @@ import pytest
 from helpers.processes import PATIENCE, wait_until
 from regrow import heartbeat
 from regrow.heartbeat import HeartbeatFailure, Progress, api, death
-from regrow.heartbeat.beats import Plan
+from regrow.heartbeat.beats import HeartbeatPlan
 from regrow.heartbeat.failure import Ranks
 from regrow.heartbeat.failure_policy import FailurePolicy
 from regrow.heartbeat.merge import (
@@ -175,7 +175,7 @@ def test_a_script_may_start_a_new_heartbeat_after_the_first_one_ended(
 
 
 def test_on_failure_comes_too_late_for_a_dying_process(deaths: Deaths) -> None:
-    policy = FailurePolicy(Plan(0, 3, 1.0, 1.0, 3, 1.0))
+    policy = FailurePolicy(HeartbeatPlan(0, 3, 1.0, 1.0, 3, 1.0))
     failure = HeartbeatFailure("lost", Ranks.of([2]), "x", rank=0, world_size=3, beat=1, seconds=1)
     dying = threading.Thread(target=policy.fatal, args=(failure,))
     dying.start()
@@ -189,7 +189,7 @@ def test_on_failure_comes_too_late_for_a_dying_process(deaths: Deaths) -> None:
 
 
 def test_a_process_dies_if_a_late_on_failure_raises(deaths: Deaths) -> None:
-    policy = FailurePolicy(Plan(0, 3, 1.0, 1.0, 3, 1.0))
+    policy = FailurePolicy(HeartbeatPlan(0, 3, 1.0, 1.0, 3, 1.0))
     failure = HeartbeatFailure("lost", Ranks.of([2]), "x", rank=0, world_size=3, beat=1, seconds=1)
 
     def exits(failure: HeartbeatFailure) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -37,8 +38,9 @@ def test_a_spare_host_takes_the_rank_of_a_lost_one(
     job = prepare("server", nodes="3:3", mode="elastic")
     agents = [job.agent(host) for host in hosts[:3]]
     world = job.world(3)
-    spare = job.agent(hosts[3])
+    spare = job.agent(hosts[3], "--preload=torch,regrow.inprocess,regrow.state")
     job.waits(spare)
+    job.event(spare, "template.ready")
     before = pids(job, world)
     (victim,) = [agent for agent in agents if agent.host.name == world.hosts[lost]]
     fault.now()
@@ -69,9 +71,64 @@ def test_the_job_shrinks_and_grows_without_the_end_of_a_process(
     agents.remove(victim)
     smaller = job.world(2, after=world)
     left = {h: p for h, p in before.items() if h != victim.host.name}
-    assert pids(job, smaller) == left
+    assert pids(job, smaller) == left, job
     agents.append(job.agent(hosts[3]))
     larger = job.world(3, after=smaller)
-    assert {h: p for h, p in pids(job, larger).items() if h != "node4"} == left
+    assert {h: p for h, p in pids(job, larger).items() if h != "node4"} == left, job
     assert len(job.records("default")) == 3, "no rank went back to the checkpoint"
+    job.finish(*agents)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_host_that_leaves_with_notice_ends_no_process_of_the_others(
+    form: Form, backend: str, fault: Fault, rank: int
+) -> None:
+    job, agents, world = form(
+        backend, count=3, nodes="2:3", mode="elastic", env={"CHECKPOINT": "1"}
+    )
+    before = pids(job, world)
+    (leaver,) = [agent for agent in agents if agent.host.name == world.hosts[rank]]
+    agents.remove(leaver)
+    fault.now()
+    leaver.process.signal(signal.SIGTERM)
+    after = job.world(2, after=world)
+    fault.healed(after)
+    assert pids(job, after) == {h: p for h, p in before.items() if h != leaver.host.name}
+    assert leaver.finish() == 128 + signal.SIGTERM, leaver
+    assert [record.host for record in job.records("checkpoint")] == [leaver.host.name]
+    assert after.restarts == 0
+    job.finish(*agents)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_host_that_loses_power_while_it_leaves_ends_no_process_of_the_others(
+    form: Form, fault: Fault, rank: int
+) -> None:
+    job, agents, world = form("server", count=3, nodes="2:3", mode="elastic", env={"STAYS": "1"})
+    before = pids(job, world)
+    (leaver,) = [agent for agent in agents if agent.host.name == world.hosts[rank]]
+    agents.remove(leaver)
+    leaver.process.signal(signal.SIGTERM)
+    job.event(leaver, "job.stopping")
+    fault.now()
+    leaver.host.lose_power()
+    after = job.world(2, after=world)
+    fault.healed(after)
+    assert pids(job, after) == {h: p for h, p in before.items() if h != leaver.host.name}
+    job.finish(*agents)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_others_go_on_in_their_processes_when_all_of_a_host_is_killed(
+    form: Form, fault: Fault, rank: int
+) -> None:
+    job, agents, world = form("server", count=3, nodes="2:3", mode="elastic")
+    before = pids(job, world)
+    (lost,) = [agent for agent in agents if agent.host.name == world.hosts[rank]]
+    agents.remove(lost)
+    fault.now()
+    lost.kill_family()
+    after = job.world(2, after=world)
+    fault.healed(after)
+    assert pids(job, after) == {h: p for h, p in before.items() if h != lost.host.name}
     job.finish(*agents)

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.certificates import self_signed
-from helpers.hosts.jobs import PORT, Agent, Job, World
+from helpers.hosts.jobs import Agent, Job, World
+from helpers.hosts.losses import (
+    Lose,
+    bring_back,
+    certificates,
+    cut_in,
+    cut_off,
+    cut_out,
+    freeze,
+    kill_all,
+    kill_server,
+    listed,
+    lose_power,
+    rare,
+    settled,
+    trained,
+)
 from helpers.hosts.netns import Host, Network
 from helpers.suite.recovery import Fault
 
@@ -47,6 +64,12 @@ def hung(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def tls(hosts: list[Host], tmp_path: Path) -> list[str]:
+    """Flags for TLS."""
+    return certificates(tmp_path, hosts[0])
+
+
+@pytest.fixture
 def pair(start_job: Start, hosts: list[Host], shared: Path) -> Callable[..., Job]:
     """Return a factory of jobs that go on with one host, at an endpoint on the first one."""
 
@@ -59,26 +82,10 @@ def pair(start_job: Start, hosts: list[Host], shared: Path) -> Callable[..., Job
     return pair
 
 
-def listed(hosts: list[Host]) -> str:
-    """The first two hosts."""
-    return ",".join(f"{host.addr}:{PORT}" for host in hosts[:2])
-
-
-def may_lose(job: Job, hosts: int, *agents: Agent) -> None:
-    """Wait until the agents know how many hosts may be lost now."""
-
-    def known(agent: Agent) -> bool | None:
-        found = agent.events("rendezvous.servers")
-        return (bool(found) and found[-1]["may_lose"] == hosts) or None
-
-    for agent in agents:
-        job.wait_until(lambda agent=agent: known(agent), f"{hosts} may be lost, for {agent}")  # type: ignore[misc]
-
-
 def start(job: Job, hosts: list[Host], *flags: str) -> tuple[list[Agent], World]:
     agents = [job.agent(host, *flags) for host in hosts[:2]]
     world = job.world(2)
-    may_lose(job, 1, *agents)
+    settled(job, 1, *agents)
     return agents, world
 
 
@@ -86,41 +93,13 @@ def ballots(shared: Path) -> list[Path]:
     return [*shared.glob("witness=*/=witness*")]
 
 
-def server_of(agent: Agent) -> int:
-    (server,) = [
-        pid
-        for pid in agent.host.processes()
-        if b"store.server.serving" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    return server
+def warned(job: Job, server: Host, agent: Agent) -> None:
+    """Wait for the line that the host of the server may not be lost."""
+    line = f"survives the loss of any host but {server.addr}, which serves it"
+    job.wait_until(lambda: line in agent.output or None, "a line about the host that serves")
 
 
-def lose_power(network: Network, host: Host) -> None:
-    host.lose_power()
-
-
-def kill_all(network: Network, host: Host) -> None:
-    """Kill agent, workers and server; the kernel closes or refuses all connections."""
-    host.signal(signal.SIGKILL)
-
-
-def cut_off(network: Network, host: Host) -> None:
-    network.cut(host)
-
-
-def cut_out(network: Network, host: Host) -> None:
-    network.cut(host, "out")
-
-
-def cut_in(network: Network, host: Host) -> None:
-    network.cut(host, "in")
-
-
-def freeze(network: Network, host: Host) -> None:
-    host.signal(signal.SIGSTOP)
-
-
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("lost", [0, rare(1)])
 @pytest.mark.parametrize("lose", [lose_power, kill_all])
 def test_the_other_host_goes_on_without_either_host(
     pair: Callable[..., Job],
@@ -128,75 +107,68 @@ def test_the_other_host_goes_on_without_either_host(
     network: Network,
     fault: Fault,
     shared: Path,
-    lose: Callable[[Network, Host], None],
+    lose: Lose,
     lost: int,
 ) -> None:
-    job = pair(endpoint=listed(hosts))
+    job = pair(endpoint=listed(hosts[:2]))
     agents, world = start(job, hosts)
     fault.now()
-    lose(network, hosts[lost])
+    lose(network, agents[lost])
     after = job.world(1, after=world)
     fault.healed(after)
     assert after.restarts == 0, job
     left = agents[1 - lost]
-    may_lose(job, 0, left)
+    settled(job, 0, left)
     another = job.agent(hosts[2])
     again = job.world(2, after=after)
     assert again.restarts == 0, job
-    may_lose(job, 1, left, another)
+    settled(job, 1, left, another)
     job.finish(left, another)
     assert not ballots(shared), job
 
 
-@pytest.mark.parametrize("lose", [cut_off, pytest.param(freeze, marks=pytest.mark.thorough)])
-def test_a_host_of_the_server_that_comes_back_joins_the_other(
+# While both see the directory, either side of a cut may go on: the one beside the coordinator does.
+@pytest.mark.parametrize(
+    ("lose", "left"),
+    [
+        (cut_off, "node1"),
+        rare(freeze, "node2"),
+        rare(cut_out, "node1 or node2"),
+        rare(cut_in, "node1 or node2"),
+    ],
+)
+def test_a_host_of_the_server_that_comes_back_meets_the_other_again(
     pair: Callable[..., Job],
     hosts: list[Host],
     network: Network,
-    lose: Callable[[Network, Host], None],
+    fault: Fault,
+    tls: list[str],
+    lose: Lose,
+    left: str,
 ) -> None:
     job = pair("reconnect_timeout=60")
-    agents, world = start(job, hosts)
-    if lose is cut_off:
-        # While both see the directory, either side may go on: the one beside the coordinator does.
-        lose(network, hosts[0])
-        after = job.world(1, after=world)
-        assert after.hosts == ("node1",), job
-    else:
-        lose(network, hosts[0])
-        after = job.world(1, after=world)
-        assert after.hosts == ("node2",), job
-    network.mend(hosts[0])
-    hosts[0].signal(signal.SIGCONT)
-    agents[0].process.signal(signal.SIGCONT)
+    agents, world = start(job, hosts, *tls)
+    lost_s = time.monotonic()
+    fault.now()
+    lose(network, agents[0])
+    after = job.world(1, after=world)
+    fault.healed(after)
+    assert after.hosts[0] in left, job
+    if lose is freeze:
+        job.running_at(lost_s + 10.0, agents[1])
+    bring_back(network, agents[0])
     again = job.world(2, after=after)
     assert again.restarts == 0, job
     job.finish(*agents, overlap=lose is freeze)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("lose", [cut_out, cut_in])
-def test_two_hosts_with_a_line_in_one_direction_run_one_round_and_meet_again(
-    pair: Callable[..., Job],
-    hosts: list[Host],
-    network: Network,
-    lose: Callable[[Network, Host], None],
+def test_the_server_alone_is_started_again(
+    pair: Callable[..., Job], hosts: list[Host], tls: list[str]
 ) -> None:
-    job = pair("reconnect_timeout=60")
-    agents, world = start(job, hosts)
-    lose(network, hosts[0])
-    after = job.world(1, after=world)
-    network.mend(hosts[0])
-    again = job.world(2, after=after)
-    assert again.restarts == 0, job
-    job.finish(*agents)
-
-
-@pytest.mark.thorough
-def test_the_server_alone_is_started_again(pair: Callable[..., Job], hosts: list[Host]) -> None:
     job = pair()
-    agents, world = start(job, hosts)
-    os.kill(server_of(agents[0]), signal.SIGKILL)
+    agents, world = start(job, hosts, *tls)
+    kill_server(agents[0].host)
     job.event(agents[0], "rendezvous.server_ended")
     assert {record.round for record in job.records("started")} == {world.round}, job
     job.finish(*agents)
@@ -204,10 +176,10 @@ def test_the_server_alone_is_started_again(pair: Callable[..., Job], hosts: list
 
 @pytest.mark.thorough
 def test_the_agent_beside_the_server_may_be_lost_alone(
-    pair: Callable[..., Job], hosts: list[Host], shared: Path
+    pair: Callable[..., Job], hosts: list[Host], tls: list[str]
 ) -> None:
     job = pair()
-    agents, world = start(job, hosts)
+    agents, world = start(job, hosts, *tls)
     agents[0].process.signal(signal.SIGKILL)
     after = job.world(1, after=world)
     assert after.restarts == 0, job
@@ -215,36 +187,50 @@ def test_the_agent_beside_the_server_may_be_lost_alone(
 
 
 def test_the_first_listed_host_may_be_lost_while_the_first_round_forms(
-    pair: Callable[..., Job], hosts: list[Host], shared: Path
+    pair: Callable[..., Job], hosts: list[Host], shared: Path, tls: list[str]
 ) -> None:
-    job = pair(endpoint=listed(hosts), nodes="3:3")
-    first, second = job.agent(hosts[0]), job.agent(hosts[1])
+    job = pair(endpoint=listed(hosts[:2]), nodes="3:3")
+    first, second = job.agent(hosts[0], *tls), job.agent(hosts[1], *tls)
     job.waits(first)
     job.waits(second)
     job.wait_until(lambda: ballots(shared) or None, "the witness has a ballot")
-    may_lose(job, 1, first, second)
+    settled(job, 1, first, second)
     first.host.lose_power()
-    others = [job.agent(hosts[2]), job.agent(hosts[3])]
+    others = [job.agent(hosts[2], *tls), job.agent(hosts[3], *tls)]
     world = job.world(3)
     assert sorted(world.hosts) == ["node2", "node3", "node4"], job
     job.finish(second, *others)
 
 
+@pytest.mark.parametrize("lose", [kill_all, rare(lose_power)])
 def test_either_host_may_be_lost_with_certificates(
-    pair: Callable[..., Job], hosts: list[Host], tmp_path: Path
+    pair: Callable[..., Job],
+    hosts: list[Host],
+    network: Network,
+    fault: Fault,
+    tls: list[str],
+    lose: Lose,
 ) -> None:
-    tls = self_signed(tmp_path, f"IP:{hosts[0].addr}")
     job = pair()
-    agents, world = start(
-        job,
-        hosts,
-        f"--rdzv-tls-cert={tls.certfile}",
-        f"--rdzv-tls-key={tls.keyfile}",
-        f"--rdzv-tls-ca={tls.cafile}",
-    )
-    hosts[0].signal(signal.SIGKILL)
-    job.world(1, after=world)
+    agents, world = start(job, hosts, *tls)
+    fault.now()
+    lose(network, agents[0])
+    fault.healed(job.world(1, after=world))
     job.finish(agents[1])
+
+
+@pytest.mark.thorough
+def test_training_ends_with_the_weights_of_an_undisturbed_run(
+    pair: Callable[..., Job], hosts: list[Host]
+) -> None:
+    job = pair(endpoint=listed(hosts[:2]), nodes="2:2", mode="training")
+    agents, world = start(job, hosts)
+    hosts[0].lose_power()
+    newcomer = job.agent(hosts[2])
+    after = job.world(2, after=world)
+    assert after.restarts == 0, job
+    job.finish(agents[1], newcomer)
+    assert json.loads((job.folder / "checkpoint").read_text()) == trained(world_size=2)
 
 
 def test_a_directory_that_vanishes_disturbs_nothing_and_returns(
@@ -254,9 +240,10 @@ def test_a_directory_that_vanishes_disturbs_nothing_and_returns(
     agents, world = start(job, hosts)
     away = shared.with_name("away")
     shared.rename(away)
-    may_lose(job, 0, *agents)
+    settled(job, 0, *agents)
+    warned(job, hosts[0], agents[1])
     away.rename(shared)
-    may_lose(job, 1, *agents)
+    settled(job, 1, *agents)
     assert {record.round for record in job.records("started")} == {world.round}, job
     hosts[0].lose_power()
     job.world(1, after=world)
@@ -273,7 +260,8 @@ def test_a_directory_that_hangs_disturbs_nothing_and_delays_no_end(
     agents, world = start(job, hosts)
     (tmp_path / "next").symlink_to(hung)
     (tmp_path / "next").rename(link)
-    may_lose(job, 0, *agents)
+    settled(job, 0, *agents)
+    warned(job, hosts[0], agents[1])
     assert {record.round for record in job.records("started")} == {world.round}, job
     job.finish(*agents)
 
@@ -288,6 +276,7 @@ def test_two_directories_with_one_path_are_no_witness(
     job.world(2)
     line = "is not there, although another host has written it"
     job.wait_until(lambda: line in agents[1].output or None, "a warning")
+    warned(job, hosts[0], agents[1])
     for agent in agents:
         found = agent.events("rendezvous.servers")
         assert not [event for event in found if event["may_lose"]], job
@@ -307,7 +296,7 @@ def test_two_hosts_grow_to_three_and_shrink_back(
     two = job.world(2, after=three)
     (after,) = job.wait_until(lambda: ballots(shared) or None, "two hosts have a witness again")
     assert after != before
-    may_lose(job, 1, *agents)
+    settled(job, 1, *agents)
     hosts[0].lose_power()
     job.world(1, after=two)
     job.finish(agents[1])

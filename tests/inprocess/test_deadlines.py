@@ -7,12 +7,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.inprocess.watchdog.monitor import STANDSTILL, Deadlines, Due
+from regrow.inprocess.watchdog.monitor import STANDSTILL, Deadlines, ExpiredDeadline
 from regrow.inprocess.watchdog.monitor_client import MARGIN, UNCHECKED, RankDeadline, overdue_after
 
 
-def ended(id: int) -> Due:
-    return Due(id, UNCHECKED)
+def ended(id: int) -> ExpiredDeadline:
+    return ExpiredDeadline(id, UNCHECKED)
 
 
 def test_a_rank_is_due_once_at_its_deadline() -> None:
@@ -91,7 +91,7 @@ def test_a_rank_is_overdue_before_it_is_ended() -> None:
     deadlines = Deadlines()
     deadlines.set(7, RankDeadline(1, 90.0, 3), 29.0)
     assert deadlines.next() == 61.0
-    assert deadlines.due(61.0) == [Due(7, 3)]
+    assert deadlines.due(61.0) == [ExpiredDeadline(7, 3)]
     assert deadlines.due(89.0) == []
     assert deadlines.due(90.0) == [ended(7)]
 
@@ -119,24 +119,24 @@ def test_a_rank_that_has_reported_its_time_out_is_not_overdue() -> None:
 def test_a_rank_may_be_overdue_again_in_another_iteration() -> None:
     deadlines = Deadlines()
     deadlines.set(7, RankDeadline(1, 90.0, 3), 30.0)
-    assert deadlines.due(70.0) == [Due(7, 3)]
+    assert deadlines.due(70.0) == [ExpiredDeadline(7, 3)]
     deadlines.set(7, RankDeadline(2, 100.0, 4), 30.0)
-    assert deadlines.due(75.0) == [Due(7, 4)]
+    assert deadlines.due(75.0) == [ExpiredDeadline(7, 4)]
 
 
 def test_a_rank_past_both_deadlines_is_only_ended() -> None:
     deadlines = Deadlines()
     deadlines.set(7, RankDeadline(1, 90.0, 3), 30.0)
     deadlines.set(8, RankDeadline(1, 95.0, 3), 30.0)
-    assert deadlines.due(90.0) == [ended(7), Due(8, 3)]
+    assert deadlines.due(90.0) == [ended(7), ExpiredDeadline(8, 3)]
 
 
 def test_a_suspended_host_postpones_the_soft_deadline_and_repeats_none() -> None:
     deadlines = Deadlines()
     deadlines.set(7, RankDeadline(1, 90.0, 3), 30.0)
     deadlines.set(8, RankDeadline(1, 80.0, 3), 30.0)
-    assert deadlines.due(51.0) == [Due(8, 3)]
+    assert deadlines.due(51.0) == [ExpiredDeadline(8, 3)]
     deadlines.woke(51.0, 61.0, 71.0)
     assert deadlines.next() == 80.0
-    assert deadlines.due(99.0) == [Due(7, 3)]
+    assert deadlines.due(99.0) == [ExpiredDeadline(7, 3)]
     assert deadlines.due(110.0) == [ended(8), ended(7)]

@@ -136,6 +136,39 @@ def test_a_monitor_keeps_nothing_open_that_its_rank_lets_others_inherit() -> Non
     os.close(reads)
 
 
+WATCHED_RANK = """
+import sys
+from regrow.inprocess.watchdog.monitor_client import HardWatch, Terms
+nowhere = {"endpoint": "127.0.0.1:1", "token": "00"}
+watch = HardWatch(Terms(int(sys.argv[2]), 90.0, 5.0, "group", **nowhere), sys.argv[1])
+print("watched", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_stderr_of_a_rank_that_started_the_monitor_ends_with_the_rank() -> None:
+    def rank(number: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", WATCHED_RANK, f"{JOB}-stderr", str(number)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+
+    with rank(0) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"watched\n"
+        with rank(1) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == b"watched\n"
+            first.kill()
+            assert first.stderr is not None
+            ended = select.poll()
+            ended.register(first.stderr, select.POLLHUP)
+            found = ended.poll(1000 * PATIENCE)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as another:
+                another.connect(monitor_name(f"{JOB}-stderr"))  # the monitor has not ended
+            second.kill()
+        assert found
+
+
 def test_ranks_of_two_agents_on_a_host_have_monitors_of_their_own() -> None:
     """An agent kills the monitor with the last of its workers."""
     one, beside, other = ({MARK: mark} for mark in ("/7-aa/1/", "/7-aa/2/", "/8-bb/1/"))

@@ -109,7 +109,9 @@ def test_a_fault_has_the_seconds_since_it_happened() -> None:
     asking.take(asking.service.suspended("session-2", 8.0))
     asking.now = 9.0
     asking.ask("watcher", messages.ReportDead(*me(2), "TERMINATED", "it was killed"))
-    reply = asking.answer("watcher", messages.Leave(*me(0), 0, "BASE_EXCEPTION", "", False, 0.5))
+    reply = asking.answer(
+        "watcher", messages.LeaveGroup(*me(0), 0, "BASE_EXCEPTION", "", False, 0.5)
+    )
     assert isinstance(reply, messages.Left)
     times = [(fault.at, fault.lag) for fault in reply.faults.records]
     assert times == [(5.0, 0.25), (6.5, 0.5), (9.0, 1.0), (9.0, 0.5)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,8 @@ from regrow.inprocess.ranks.assignment import RankAssignmentCtx
 from regrow.inprocess.ranks.rank_exchange import Exchange
 from regrow.inprocess.state import State
 from regrow.inprocess.store import BarrierOverflow, BarrierTimeout, PrefixStore, TCPStore
-from regrow.store import MemoryStore
+from regrow.store import MemoryStore, make_token, start_server
+from regrow.store.limits import CLOSE_S
 
 LONG = timedelta(seconds=PATIENCE)
 TORCH_STORES = Path(__file__).parents[1] / "helpers" / "stores" / "torch_stores.py"
@@ -210,3 +213,17 @@ def test_torchs_stores_have_our_barrier_and_their_ranks_meet(tmp_path: Path) -> 
     )
     assert done.stdout.split() == ["barrier", "records", "TCPStore", "FileStore"], done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_a_store_is_abandoned_without_an_answer_of_its_server() -> None:
+    """The host of the server may be lost, and its connection still count as alive."""
+    with start_server(token=(token := make_token())) as server:
+        host, port = server.endpoint.rsplit(":", 1)
+        store = TCPStore(host, int(port), rank=1, world_size=2, token=token)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            store.abandon()
+            assert time.monotonic() - begun < CLOSE_S / 2
+        finally:
+            os.kill(server.pid, signal.SIGCONT)

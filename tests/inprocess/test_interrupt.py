@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -528,6 +529,52 @@ def test_a_callback_of_the_collector_is_completed_and_loses_no_exception(
             gc.callbacks.remove(called)
         assert striker.result()
     assert completed == [True]
+
+
+class Save:
+    """Handlers of SIGTERM that take their time."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.requests = requests
+        self.is_complete = False
+
+    def __call__(self, *_: object) -> None:
+        self.requests.await_signals()
+        self.requests.now += 100 * no_interrupt_zones.HOLD_LIMIT
+        self.requests.await_signals()
+        self.is_complete = True
+
+    def method(self, signum: int, frame: object) -> None:
+        self(signum, frame)
+
+
+@pytest.mark.parametrize("kind", ["function", "method", "partial", "object"])
+def test_a_handler_of_sigterm_is_completed_however_long_it_takes(
+    requests: Requests, striker: Striker, kind: str
+) -> None:
+    save = Save(requests)
+
+    def wait() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1000)
+
+    handlers: dict[str, Callable[..., None]] = {
+        "function": lambda *_: save(),
+        "method": save.method,
+        "partial": functools.partial(save.method),
+        "object": save,
+    }
+    before = signal.signal(signal.SIGTERM, handlers[kind])
+    try:
+        with Interrupter(requests.clock) as interrupter:
+            call = interrupter.call()
+            striker.strike(call, when=requests.awaited.is_set)
+            with pytest.raises(RankShouldRestart):
+                call.run(wait)
+            assert striker.result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert save.is_complete
 
 
 def test_a_function_may_clean_up_while_it_handles_the_exception(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.inprocess.group import group_messages as messages
-from regrow.inprocess.group.group import Group, Phase, bit, ranks_of, reply
+from regrow.inprocess.group.group import Group, GroupPhase, bit, ranks_of, reply
 from regrow.inprocess.group.group_messages import Timeouts
 from regrow.inprocess.group.group_rules import Lost, Tick, step
 
@@ -33,9 +33,9 @@ def question(kind: str, rank: int, iteration: int, number: int = 0) -> messages.
         case "report":
             return messages.Report(*me(rank), iteration, number, "EXCEPTION", "a mistake")
         case "leave":
-            return messages.Leave(*me(rank), iteration, "BASE_EXCEPTION", "exits", False)
+            return messages.LeaveGroup(*me(rank), iteration, "BASE_EXCEPTION", "exits", False)
         case "discarded":
-            return messages.Leave(*me(rank), iteration, "EXCEPTION", "no place", True)
+            return messages.LeaveGroup(*me(rank), iteration, "EXCEPTION", "no place", True)
     of: dict[str, Any] = {
         "follow": messages.Follow,
         "answered": messages.AnswerLastCall,
@@ -151,16 +151,16 @@ def test_every_barrier_ends_at_its_deadline(history: list[Any]) -> None:
         now += passes
         group = apply(group, kind, rank, group.iteration + off, number, now)
     waits_for = {
-        Phase.ENTERING: "enter",
-        Phase.RUNNING: "done",
-        Phase.CONFIRMING: "confirm",
-        Phase.LAST_CALL: "answered",
-        Phase.ENDING: "ready",
+        GroupPhase.ENTERING: "enter",
+        GroupPhase.RUNNING: "done",
+        GroupPhase.CONFIRMING: "confirm",
+        GroupPhase.LAST_CALL: "answered",
+        GroupPhase.ENDING: "ready",
     }
     while group.living and not group.finished:  # one does its part, and waits
         one = ranks_of(group.living)[0]
         asked = question(waits_for[group.phase], one, group.iteration)
-        if group.phase is Phase.ENDING:
+        if group.phase is GroupPhase.ENDING:
             group = apply(group, "enter", one, group.iteration, 0, now)
         group = step(group, asked, now)
         if reply(group, asked, now) is None:
@@ -189,7 +189,7 @@ def test_a_world_that_the_ranks_disagree_about_never_runs(
     worlds: list[tuple[int, int]], expected: str
 ) -> None:
     group = entered(worlds)
-    assert group.phase is Phase.ENTERING
+    assert group.phase is GroupPhase.ENTERING
     assert group.failure is not None
     assert expected in group.failure.text
 
@@ -212,7 +212,7 @@ def test_another_process_takes_the_place_of_one_that_died_before_all_had_joined(
     assert group.faults
     group = step(group, messages.Join(*me(0), 2, TIMEOUTS), 0.0)
     group = step(group, messages.Join(*me(1), 2, TIMEOUTS), 0.0)
-    assert (group.phase, group.faults, group.ends) == (Phase.ENTERING, (), ())
+    assert (group.phase, group.faults, group.ends) == (GroupPhase.ENTERING, (), ())
 
 
 def test_a_report_that_comes_when_all_have_met_is_of_the_iteration_it_names() -> None:
@@ -233,7 +233,7 @@ def test_many_faults_keep_their_records_and_the_first_of_them_their_messages() -
     for rank in range(size):
         group = step(group, messages.Join(*me(rank), size, TIMEOUTS), 0.0)
     for rank in range(size):
-        group = step(group, messages.Leave(*me(rank), 0, "EXCEPTION", "x" * 5000, False), 0.0)
+        group = step(group, messages.LeaveGroup(*me(rank), 0, "EXCEPTION", "x" * 5000, False), 0.0)
     assert [fault.rank for fault in group.faults] == list(range(size))
     lengths = [len(fault.message) for fault in group.faults]
     assert lengths == [messages.TEXT] * messages.TEXTS + [0] * (size - messages.TEXTS)
@@ -289,18 +289,18 @@ def test_a_rank_that_left_before_the_group_failed_has_left() -> None:
 
 def test_the_call_is_over_when_all_ranks_know_that_all_are_done() -> None:
     group = send_all(running(), "done")
-    assert group.phase is Phase.CONFIRMING
+    assert group.phase is GroupPhase.CONFIRMING
     assert reply(group, question("done", 0, 0), 1.0) == messages.Go(0)
     assert reply(group, question("follow", 0, 0), 1.0) is None
     group = send_all(group, "confirm")
-    assert group.phase is Phase.OVER
+    assert group.phase is GroupPhase.OVER
     assert reply(group, question("confirm", 0, 0), 1.0) == messages.Over()
 
 
 def test_the_others_continue_without_a_rank_that_dies_before_the_call_is_over() -> None:
     group = send_all(send_all(running(), "done"), "confirm", range(SIZE - 1))
     group = step(group, Lost(SIZE - 1, "TERMINATED", "gone"), 2.0)
-    assert group.phase is Phase.LAST_CALL
+    assert group.phase is GroupPhase.LAST_CALL
     assert isinstance(reply(group, question("confirm", 0, 0), 2.0), messages.Interrupted)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from helpers.processes import PATIENCE
+from helpers.processes import PATIENCE, wait_until
+from helpers.stores.storing import Background
 from regrow.inprocess.call.moving import Moves, open_moves
 from regrow.inprocess.exception import BarrierTimeout, LinkClosedError, LinkLostError
 from regrow.store import StoreConnectionError
@@ -93,6 +94,22 @@ def test_a_parked_rank_joins_the_next_round_with_its_variables(agent: Agent) -> 
     end = agent.moves.listen(agent.left.set)
     agent.order(kind="leave", attempt=5)
     assert agent.left.wait(PATIENCE)
+    end()
+
+
+@pytest.mark.parametrize("lost", [LinkLostError("lost"), BarrierTimeout("rank 1 is missing")])
+def test_a_rank_that_cannot_go_on_waits_for_longer_while_a_host_leaves(
+    agent: Agent, lost: Exception
+) -> None:
+    end = agent.moves.listen(agent.left.set)
+    agent.order(kind="wait", attempt=2, seconds=1e9)  # to an older attempt
+    agent.order(kind="wait", attempt=3, seconds="for ever")
+    agent.order(kind="wait", attempt=3, seconds=PATIENCE)
+    wait_until(lambda: agent.moves.patience == PATIENCE, "the order")
+    taken = Background(agent.moves.takes, lost, 0)
+    agent.order(kind="leave", attempt=3)
+    assert taken.result()
+    assert agent.moves.takes(lost, 0), "also if the order comes first"
     end()
 
 

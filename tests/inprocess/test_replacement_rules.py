@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from regrow.inprocess.group import group_messages as messages
-from regrow.inprocess.group.group import Group, Phase, bit, ranks_of, reply
+from regrow.inprocess.group.group import Group, GroupPhase, bit, ranks_of, reply
 from regrow.inprocess.group.group_messages import Joined, Timeouts
 from regrow.inprocess.group.group_rules import Lost, Tick, step
 from regrow.inprocess.group.group_service import InprocessService
@@ -92,7 +92,7 @@ class Ranks:
 def running(**more: Any) -> Ranks:
     ranks = Ranks(**more)
     ranks.enter()
-    assert ranks.group.phase is Phase.RUNNING
+    assert ranks.group.phase is GroupPhase.RUNNING
     return ranks
 
 
@@ -100,7 +100,7 @@ def test_the_ready_ranks_wait_for_the_replacement_and_every_rank_keeps_its_place
     ranks = running()
     ranks.lose(0)
     ranks.restart()
-    assert ranks.group.phase is Phase.ENDING
+    assert ranks.group.phase is GroupPhase.ENDING
     assert ranks.group.deadline == 5.0
     ranks.replace(0)
     met = ranks.met
@@ -129,7 +129,7 @@ def test_the_others_continue_when_the_time_of_the_replacement_is_over() -> None:
     ranks.restart()
     ranks.now = 4.9
     ranks.send(Tick())
-    assert ranks.group.phase is Phase.ENDING
+    assert ranks.group.phase is GroupPhase.ENDING
     ranks.now = 5.0
     ranks.send(Tick())
     met = ranks.met
@@ -177,7 +177,7 @@ def test_a_rank_whose_replacement_comes_after_all_is_awaited_at_its_next_loss() 
     ranks.enter()
     ranks.lose(3)
     ranks.restart()
-    assert ranks.group.phase is Phase.ENDING
+    assert ranks.group.phase is GroupPhase.ENDING
 
 
 def test_without_the_option_a_lost_rank_is_not_awaited() -> None:
@@ -190,9 +190,9 @@ def test_without_the_option_a_lost_rank_is_not_awaited() -> None:
 def test_a_rank_that_leaves_is_awaited_only_if_it_asks_for_a_replacement() -> None:
     for replaced in (True, False):
         ranks = running()
-        ranks.send(messages.Leave(*ranks.me(1), 0, "BASE_EXCEPTION", "", False, 0.0, replaced))
+        ranks.send(messages.LeaveGroup(*ranks.me(1), 0, "BASE_EXCEPTION", "", False, 0.0, replaced))
         ranks.restart()
-        assert (ranks.group.phase is Phase.ENDING) is replaced
+        assert (ranks.group.phase is GroupPhase.ENDING) is replaced
 
 
 def test_ranks_in_reserve_take_over_at_once_and_the_replacement_is_the_new_reserve() -> None:
@@ -212,7 +212,7 @@ def test_ranks_in_reserve_take_over_at_once_and_the_replacement_is_the_new_reser
     assert {each.rank for each in met.joined} == {1, 2}
     ranks.follow_assignment()
     ranks.enter()
-    assert ranks.group.phase is Phase.RUNNING
+    assert ranks.group.phase is GroupPhase.RUNNING
     assert ranks.group.living.bit_count() == SIZE
 
 
@@ -233,7 +233,7 @@ def test_a_rank_in_reserve_that_was_replaced_takes_over_at_once() -> None:
     ranks.lose(1)
     ranks.lose(3)  # in reserve
     ranks.restart()
-    assert ranks.group.phase is Phase.ENDING
+    assert ranks.group.phase is GroupPhase.ENDING
     ranks.replace(3)
     assert ranks.group.iteration == 1, "rank 3 takes the place of rank 1"
 
@@ -256,7 +256,7 @@ def test_a_rank_that_is_lost_while_another_one_is_replaced() -> None:
     ranks.now = 1.0
     ranks.lose(3)
     ranks.replace(1)
-    assert ranks.group.phase is Phase.ENDING
+    assert ranks.group.phase is GroupPhase.ENDING
     assert ranks.group.deadline == 6.0
     ranks.replace(3)
     assert ranks.met.joined == (Joined(1, 1), Joined(3, 3))
@@ -300,7 +300,7 @@ def test_a_newcomer_learns_that_the_call_is_over() -> None:
     ranks.replace(1)
     ranks.all_do(messages.RankDone)
     ranks.all_do(messages.Confirm)
-    assert ranks.group.phase is Phase.OVER
+    assert ranks.group.phase is GroupPhase.OVER
     assert isinstance(reply(ranks.group, ranks.join(1), 0.0), messages.Over)
 
 
@@ -313,7 +313,7 @@ def test_a_replacement_that_joins_when_the_call_is_over_learns_that() -> None:
     ranks.enter()
     ranks.all_do(messages.RankDone)
     ranks.all_do(messages.Confirm)
-    assert ranks.group.phase is Phase.OVER
+    assert ranks.group.phase is GroupPhase.OVER
     ranks.replace(1)
     assert isinstance(reply(ranks.group, ranks.join(1), 0.0), messages.Over)
 
@@ -405,7 +405,7 @@ def test_living_ranks_always_agree_and_nobody_has_two_processes(
                 ranks.send(messages.NotReplaced(rank))
             case "tick":
                 ranks.send(Tick())
-            case "restart" if group.phase in (Phase.LAST_CALL, Phase.ENDING):
+            case "restart" if group.phase in (GroupPhase.LAST_CALL, GroupPhase.ENDING):
                 ranks.restart()
         if ranks.group.iteration > group.iteration:
             met = ranks.group.before
@@ -417,7 +417,7 @@ def test_living_ranks_always_agree_and_nobody_has_two_processes(
             covered = missing.bit_count() <= spare.bit_count()
             assert covered or ranks.now >= group.awaited_until or what == "deny"
             ranks.follow_assignment()
-        if ranks.group.phase is Phase.ENTERING:
+        if ranks.group.phase is GroupPhase.ENTERING:
             ranks.enter()
         assert ranks.group.failure is None or ranks.group.finished
         assert not ranks.group.living & ranks.group.newcomers

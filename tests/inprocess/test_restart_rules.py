@@ -16,6 +16,7 @@ from regrow.inprocess.call.restart import (
     after,
     cause_of,
     may_be_replaced,
+    report_exception,
     report_restart,
     root_cause,
 )
@@ -133,6 +134,52 @@ def test_the_event_of_a_restart_fits_into_a_message_to_the_agent(
     assert fields["origins"] == ["x" * ORIGIN] * 8
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """The fields of the events that this process sends to an agent, which it seems to have."""
+    found: list[dict[str, object]] = []
+    monkeypatch.setattr(_progress, "send_event", lambda name, **fields: found.append(fields))
+    monkeypatch.setattr(_progress, "has_agent", lambda: True)
+    return found
+
+
+def raised(text: str) -> ValueError:
+    """Return an exception that has been raised."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - any text
+        raise ValueError(text)
+    return caught.value
+
+
+@pytest.mark.parametrize("letter", ["\u00e9", "\N{GRINNING FACE}", "\0", '"', "x\n"])
+def test_the_event_of_an_exception_fits_into_a_message_and_keeps_the_end_of_its_traceback(
+    letter: str, sent: list[dict[str, object]]
+) -> None:
+    report_exception(10**6, 10**6, raised(letter * 5000), None)
+    (fields,) = sent
+    line = _progress.event_line("regrow.inprocess.raised", fields)
+    assert len(line) <= _progress.LONGEST
+    assert (fields["iteration"], fields["rank"]) == (10**6, 10**6)
+    if letter == "\u00e9":
+        assert "ValueError: \u00e9\u00e9" in str(fields["traceback"])
+
+
+def test_the_same_traceback_is_sent_once(sent: list[dict[str, object]]) -> None:
+    error, before = raised("bad"), None
+    for iteration in range(3):
+        before = report_exception(iteration, 1, error, before)
+    report_exception(3, 1, raised("another"), before)
+    kept = [isinstance(fields["traceback"], str) for fields in sent]
+    assert kept == [True, False, False, True]
+
+
+def test_without_an_agent_no_traceback_is_made(
+    sent: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_progress, "has_agent", lambda: False)
+    assert report_exception(0, 1, raised("bad"), None) is None
+    assert sent == []
+
+
 def test_half_of_a_surrogate_pair_passes_in_an_event() -> None:
     line = _progress.event_line("x", {"message": "\ud800"})
     assert json.loads(line)["fields"]["message"] == "\ud800"
@@ -202,6 +249,14 @@ def test_a_rank_at_rest_or_in_a_suspended_section_is_not_checked() -> None:
     )
     progress.enter(RankPhase.RESTING, 500.0)
     assert (progress.due, progress.stale(600.0)) == (math.inf, None)
+
+
+@pytest.mark.parametrize("phase", RankPhase)
+def test_no_time_out_applies_to_a_rank_that_the_agent_stops(phase: RankPhase) -> None:
+    progress = RankProgress(allowed=10.0, hard=15.0)
+    progress.enter(phase, 100.0, within=14.0)
+    progress.abort_limit, progress.stopping = 110.0, True
+    assert (progress.due, progress.ends, progress.limited) == (math.inf, math.inf, False)
 
 
 def test_the_hard_time_out_follows_the_soft_one_in_the_function_and_between_two_calls() -> None:

@@ -71,6 +71,9 @@ def train(call: CallWrapper) -> None:
         while FAULTS and (call.iteration, step) in ((0, 2), (1, 4), (2, 5)):
             time.sleep(0.01)  # another rank fails now, and a wait in gloo might not end
         dist.all_reduce(gradient)
+        if FAULTS and (call.iteration, step) in ((1, 3), (2, 4)):
+            keys.set(f"{step}/{rank}", b"reduced")  # no rank is left in gloo when one fails
+            keys.wait([f"{step}/{each}" for each in range(size)])
         if FAULTS and (call.iteration, rank, step) == (1, 2, 3):
             raise ValueError("after the collective")
         with state.commit(step):

@@ -20,8 +20,8 @@ from regrow.launch.placement import (
 THREE = ("n1", "n2", "n3")
 
 
-def place(name: str, **changes: str | None) -> Placement:
-    found = where(recorded(name, **changes))
+def place(name: str, text: str = "", /, **changes: str | None) -> Placement:
+    found = where(recorded(name, **changes), text)
     assert found is not None
     return found
 
@@ -157,6 +157,29 @@ def test_an_indexed_job_provides_the_rank_and_errors_name_the_missing_settings()
     assert "PET_RDZV_ENDPOINT, example-job-0.SERVICE" in job.hosts
 
 
+POD_HOSTS = """\
+# Kubernetes-managed hosts file.
+127.0.0.1\tlocalhost
+::1\tlocalhost ip6-localhost ip6-loopback
+fe00::0\tip6-mcastprefix
+10.244.1.5\texample-job-2.headless-svc.default.svc.cluster.local\texample-job-2
+"""
+"""`/etc/hosts` of a pod, as the kubelet writes it (`managedHostsFileContent`)."""
+
+
+def test_an_indexed_job_with_a_headless_service_provides_the_hosts_of_its_first_pods() -> None:
+    job = place("kubernetes-indexed-job", POD_HOSTS)
+    assert job.run_id == "example-job"
+    assert job.hosts == tuple(
+        f"example-job-{pod}.headless-svc.default.svc.cluster.local" for pod in range(3)
+    )
+
+
+@pytest.mark.parametrize("text", ["", "10.244.1.5\texample-job-2\n", "# x example-job-2.svc", "\0"])
+def test_an_indexed_job_without_a_service_provides_no_hosts(text: str) -> None:
+    assert isinstance(place("kubernetes-indexed-job", text).hosts, NotProvided)
+
+
 def test_a_pod_with_its_hosts_name_does_not_know_its_job() -> None:
     job = place("kubernetes-host-network")
     assert (job.source, job.node_rank, job.run_id) == ("Kubernetes Job", 2, None)
@@ -218,7 +241,7 @@ def test_without_the_library_the_extra_is_named_where_it_is_needed(
     monkeypatch.setitem(__import__("sys").modules, "ClusterShell.NodeSet", None)
     hosts = place("slurm22-step-of-4").hosts
     assert isinstance(hosts, NotProvided)
-    assert "pip install 'regrow[slurm]'" in hosts
+    assert "pip install ClusterShell" in hosts
     assert place("slurm22-step-of-1-in-4").hosts == ("n1",)
 
 

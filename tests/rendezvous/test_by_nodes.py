@@ -313,14 +313,14 @@ def test_closing_a_driver_closes_a_watched_backend() -> None:
         (b"\x80\x04\x95", "regrow did not write it"),
         (b"[]", "it is not a JSON object"),
         (b'{"format":"other"}', "not a document of the format 'regrow.rendezvous'"),
-        (b'{"format":"regrow.rendezvous","format_version":5}\n{}', "has format version 5"),
-        (b'{"format":"regrow.rendezvous","format_version":4}\n{}', "missing required field `life`"),
+        (b'{"format":"regrow.rendezvous","format_version":6}\n{}', "has format version 6"),
+        (b'{"format":"regrow.rendezvous","format_version":5}\n{}', "missing required field `life`"),
         (
-            b'{"format":"regrow.rendezvous","format_version":4,"life":"a","beats":{"a":-1}}\n{}',
+            b'{"format":"regrow.rendezvous","format_version":5,"life":"a","beats":{"a":-1}}\n{}',
             "`int` >= 0 - at `",
         ),
         (
-            b'{"format":"regrow.rendezvous","format_version":4,"life":"a","beats":{}}\n{}',
+            b'{"format":"regrow.rendezvous","format_version":5,"life":"a","beats":{}}\n{}',
             "its parts are not those that this node knows: awaited, charged",
         ),
     ],

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from regrow.rendezvous.protocol.messages import (
     Placed,
     RoundEnded,
     Seated,
+    ServersChanged,
     WorkersFailed,
 )
 from regrow.rendezvous.server import server_messages as messages
@@ -40,6 +42,7 @@ from regrow.rendezvous.server.server_driver import ServerDriver, Where
 from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
 from regrow.store import (
     ServerProcess,
+    StoreClient,
     StoreClosedError,
     connect,
     make_token,
@@ -186,6 +189,24 @@ def test_a_heartbeat_returns_whether_the_seat_is_still_held(
     assert not b.beat("a", 1, PATIENCE)  # the seat of another node
 
 
+def test_an_agent_reports_that_no_other_host_may_serve(
+    pair: tuple[ServerDriver, ServerDriver],
+) -> None:
+    reports: list[object] = []
+    pair[0].report_to(reports.append)
+    for _ in range(2):
+        assert pair[0].beat("a", 1, PATIENCE)
+    assert reports == [ServersChanged(0, "127.0.0.1", (), 0)]
+
+
+def test_an_agent_that_is_alone_reports_no_servers(own: ServerProcess, drive: Meet) -> None:
+    alone = drive(own.endpoint, 1, 1)
+    alone.report_to(lambda report: pytest.fail(str(report)))
+    alone.submit(join("a"), PATIENCE)
+    alone.follow("a", None, PATIENCE)
+    assert alone.beat("a", 1, PATIENCE)
+
+
 def test_a_stale_token_is_refused(pair: tuple[ServerDriver, ServerDriver]) -> None:
     _, b = pair
     b.submit(LeaveRound("b", 1), PATIENCE)
@@ -307,6 +328,92 @@ def test_a_server_that_was_started_again_does_not_know_the_job(
         ):
             with pytest.raises(RendezvousConnectionError, match="does not know the job"):
                 call()
+
+
+def test_the_search_for_the_next_server_passes_over_that_of_another_job(
+    own: ServerProcess,
+) -> None:
+    with start_server(token=make_token(), services=SERVICES) as foreign, ExitStack() as made:
+        listed = [("127.0.0.1", port_of(server.endpoint)) for server in (own, foreign)]
+        driver = ServerDriver(Where(own.endpoint, TOKEN), settings(), PATIENCE, listed=listed)
+        made.callback(driver.close, linger=False)
+        own.close()
+        with pytest.raises(RendezvousConnectionError):
+            driver.find(1.0)
+        searching = Background(driver.find, PATIENCE)
+        with start_server(port=port_of(own.endpoint), token=TOKEN, services=SERVICES) as again:
+            begin(made, again.endpoint)
+            searching.result()
+
+
+def begin(made: ExitStack, endpoint: str) -> ServerDriver:
+    """Let node a join the job at a server."""
+    driver = ServerDriver(Where(endpoint, TOKEN), settings(), PATIENCE)
+    made.callback(driver.close, linger=False)
+    driver.submit(join("a"), PATIENCE)
+    return driver
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_refused_connection_ends_a_session_if_another_host_may_have_taken_over(
+    shared: ServerProcess, hosts: int
+) -> None:
+    ends: list[Callable[[], bool]] = []
+
+    def spy(endpoint: str, *, refusal_ends: Callable[[], bool], **options: Any) -> StoreClient:
+        ends.append(refusal_ends)
+        return connect(endpoint, **options)
+
+    listed = [("127.0.0.1", port_of(shared.endpoint)), ("10.0.0.1", 1)][:hosts]
+    where = Where(shared.endpoint, TOKEN)
+    driver = ServerDriver(
+        where, settings(), PATIENCE, listed=listed if hosts > 1 else (), connect=spy
+    )
+    driver.close(linger=False)
+    assert [end() for end in ends] == [hosts > 1]
+
+
+@pytest.mark.parametrize("token", [make_token(), TOKEN], ids=["its own token", "the same token"])
+def test_a_newcomer_passes_over_the_server_of_another_job(own: ServerProcess, token: bytes) -> None:
+    with start_server(token=token, services=SERVICES) as foreign, ExitStack() as made:
+        a = begin(made, own.endpoint)
+        listed = [("127.0.0.1", port_of(server.endpoint)) for server in (foreign, own)]
+        b = ServerDriver(Where(foreign.endpoint, TOKEN), settings(), PATIENCE, listed=listed)
+        made.callback(b.close, linger=False)
+        b.find(PATIENCE)
+        b.submit(join("b"), PATIENCE)
+        forming = Snapshot(0, Placed("a", "forming"), 0, None)
+        assert isinstance(snapshot_of(a, "a", forming).status, Seated)
+
+
+def test_a_refusal_is_reported_if_no_other_listed_server_is_there(own: ServerProcess) -> None:
+    with start_server(token=make_token(), services=SERVICES) as foreign:
+        listed = [("127.0.0.1", port_of(server.endpoint)) for server in (foreign, own)]
+        own.close()
+        refused = f"{foreign.endpoint}: the server refused"
+        with pytest.raises(RendezvousConnectionError, match=refused):
+            ServerDriver(Where(foreign.endpoint, TOKEN), settings(), 1.0, listed=listed)
+
+
+def test_a_newcomer_that_all_listed_servers_refuse_has_the_wrong_token(own: ServerProcess) -> None:
+    with start_server(token=TOKEN, services=SERVICES) as other:
+        listed = [("127.0.0.1", port_of(server.endpoint)) for server in (own, other)]
+        where = Where(own.endpoint, make_token())
+        with pytest.raises(RendezvousError, match="refused the token") as refused:
+            ServerDriver(where, settings(), PATIENCE, listed=listed)
+        assert type(refused.value) is RendezvousError
+
+
+def test_the_search_for_the_next_server_passes_over_a_host_with_an_impossible_name(
+    own: ServerProcess,
+) -> None:
+    listed = [("127.0.0.1", port_of(own.endpoint)), ("node..cluster", 29400)]
+    with ExitStack() as made:
+        driver = ServerDriver(Where(own.endpoint, TOKEN), settings(), PATIENCE, listed=listed)
+        made.callback(driver.close, linger=False)
+        own.close()
+        with pytest.raises(RendezvousConnectionError):
+            driver.find(1.0)
 
 
 def test_a_silent_server_is_waited_for(own: ServerProcess, drive: Meet) -> None:

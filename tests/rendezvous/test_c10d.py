@@ -7,11 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,8 +28,10 @@ from regrow.rendezvous import (
     get_rendezvous_handler,
 )
 from regrow.rendezvous.node.handler import DynamicRendezvousHandler
-from regrow.rendezvous.server.hosting import find_own, settle
-from regrow.store import make_token
+from regrow.rendezvous.server.hosting import find_own, settle, settle_one_of
+from regrow.rendezvous.server.server_driver import ServerDriver, Where
+from regrow.rendezvous.settings import read_settings
+from regrow.store import connect, make_token
 from regrow.utils import PortReservation
 
 TOKEN = make_token()
@@ -103,6 +107,17 @@ def test_an_address_of_another_host_is_not_served(port: int) -> None:
         find_own("a..b", port)
     place = settle(ELSEWHERE, port, TOKEN, None, None)
     assert (place.server, place.reach, place.here) == (None, ELSEWHERE, False)
+
+
+def test_a_name_service_that_does_not_answer_holds_no_agent_beyond_its_timeout(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers.wait(PATIENCE) and [])
+    try:
+        assert find_own("slow.test", port, 0.05) is None
+    finally:
+        answers.set()
 
 
 def test_the_server_listens_on_one_address_or_for_a_name_on_all(
@@ -242,7 +257,7 @@ def test_a_handler_that_cannot_be_made_leaves_no_server_behind(
         pass  # no server listens there now
 
 
-def refuse(*args: object) -> None:
+def refuse(*args: object, **settings: object) -> None:
     raise RendezvousConnectionError("not today")
 
 
@@ -353,6 +368,73 @@ def test_a_listed_endpoint_of_this_host_that_another_process_has_is_named(
         pytest.raises(RendezvousConnectionError, match="another process listens there"),
     ):
         create(f"127.0.0.2:{port},{ELSEWHERE}:1,{ELSEWHERE}:2", 2, read_timeout="0.5")
+
+
+def two_here(port: int) -> str:
+    """Three endpoints; agents on this host serve two of them."""
+    return f"127.0.0.2:{port},127.0.0.3:{port},{ELSEWHERE}:1"
+
+
+def begin(create: Create, endpoints: str) -> None:
+    """Let two agents elect a server; each waits for the other one."""
+    made = [Background(lambda: create(endpoints, 2)) for _ in range(2)]
+    meet(*(each.result() for each in made))
+
+
+def is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_an_agent_that_starts_again_votes_although_clients_held_its_old_server(
+    create: Create, port: int
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", AGENT, two_here(port)])
+    with process, connect(f"127.0.0.2:{port}", token=TOKEN, timeout=PATIENCE):
+        process.kill()
+        wait_until(lambda: is_free("127.0.0.2", port), "the old server has ended")
+        begin(create, two_here(port))
+
+
+def test_an_agent_votes_as_soon_as_its_listed_endpoint_is_free(
+    create: Create, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.rendezvous.server.hosting.RESOLVE_PAUSES", (0.1, 0.1))
+    with ExitStack() as taken:
+        other = taken.enter_context(socket.create_server(("127.0.0.2", port)))
+        begins = Background(begin, create, two_here(port))
+        for _ in range(4):  # both have tried the first endpoint by then
+            other.accept()[0].close()
+        taken.close()
+        begins.result()
+
+
+def test_a_listed_host_that_is_no_first_voter_asks_for_no_copy_before_the_job_has_begun(
+    port: int,
+) -> None:
+    """It asked its own server ten times a second."""
+    endpoints = [(f"127.0.0.{host}", port) for host in (2, 3, 4, 5)]
+    settings = read_settings(RendezvousParameters("c10d", "", "job", 3, 5))
+    place, _ = settle_one_of(endpoints[3:], TOKEN, None)
+    own = f"127.0.0.5:{port}"
+    driver = ServerDriver(Where(own, TOKEN), settings, PATIENCE, place.server, listed=endpoints)
+    with ExitStack() as made:
+        made.callback(driver.close, linger=False)
+        before = {*threading.enumerate()}
+        driver.may_take_over("127.0.0.5", port, Mock(), listed_as=own)
+        new = {*threading.enumerate()} - before
+        assert "rendezvous successor" not in {thread.name for thread in new}
+
+
+def test_a_listed_host_that_is_no_first_voter_sends_newcomers_on(create: Create, port: int) -> None:
+    endpoints = ",".join(f"127.0.0.{host}:{port}" for host in (2, 3, 4, 5))
+    made = [Background(lambda: create(endpoints, 5)) for _ in range(4)]
+    handlers = [each.result() for each in made]
+    newcomer = create(f"127.0.0.5:{port},{ELSEWHERE}:1", 5)
+    assert sorted(info.rank for info in meet(*handlers, newcomer)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("endpoints", ["127.0.0.2,,127.0.0.3", "127.0.0.2,127.0.0.2:29400"])

@@ -143,6 +143,7 @@ def test_the_printed_bound_includes_the_time_until_a_beat_is_checked(job: Job) -
     handler = job.handler("node0", 1, 2, keep_alive_interval=0.5, keep_alive_max_attempt=4)
     assert handler.bounds["a silent host counts as lost"] == 2 + 1 + 0.5
     assert handler.bounds["workers of a host that is cut off are killed"] == 2
+    assert handler.bounds["a rendezvous that cannot be reached ends the job"] == 2 + 10 + 1
 
 
 def test_a_round_grows_when_its_members_make_room(job: Job) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import queue
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -36,7 +38,8 @@ from regrow.rendezvous import (
     RoundEnded,
 )
 from regrow.rendezvous.node.driver import NoAnswerError, Snapshot
-from regrow.rendezvous.node.keep_alive import NodeConnection, SeatLease
+from regrow.rendezvous.node.keep_alive import NodeConnection
+from regrow.rendezvous.node.seat_lease import SeatLease
 from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import (
     CloseRendezvous,
@@ -61,10 +64,12 @@ BEAT = 0.05  # seconds between two heartbeats
 class Agent:
     """A handler, its driver, and its notifications."""
 
-    def __init__(self, rounds: FakeRounds, addr: str, settings: RendezvousSettings) -> None:
+    def __init__(
+        self, rounds: FakeRounds, addr: str, settings: RendezvousSettings, **more: Any
+    ) -> None:
         self.driver = FakeDriver(rounds)
         self.handler = DynamicRendezvousHandler(
-            self.driver, settings, backend="fake", local_addr=addr
+            self.driver, settings, backend="fake", local_addr=addr, **more
         )
         self._notifications: queue.Queue[object] = queue.Queue()
         self.handler.subscribe(self._notifications.put)
@@ -107,8 +112,8 @@ class Job:
         )
         self.agents: list[Agent] = []
 
-    def agent(self, addr: str) -> Agent:
-        self.agents.append(Agent(self.rounds, addr, self.settings))
+    def agent(self, addr: str, **more: Any) -> Agent:
+        self.agents.append(Agent(self.rounds, addr, self.settings, **more))
         return self.agents[-1]
 
     def seated(self, *addrs: str) -> list[Agent]:
@@ -971,6 +976,21 @@ def test_a_node_without_connection_gives_up_after_the_reconnect_timeout(
     assert "lost its connection to the other nodes: nobody listens there" in caplog.text
 
 
+def test_the_time_to_reconnect_counts_from_the_end_of_the_lease_also_before_the_loss_is_found(
+    make_job: MakeJob,
+) -> None:
+    """The guardian kills the workers at that time, and the agent may ask for a seat at once."""
+    job, now = make_job(1, 1, reconnect=0.1), [100.0]
+    a = job.agent("a", clock=lambda: now[0])
+    job.meet(a)
+    a.driver.cut("nobody listens there")
+    now[0] += job.settings.bounds.lease
+    a.handler.leaving("its lease expired")
+    with pytest.raises(RendezvousConnectionError, match="nobody listens there"):
+        a.handler.next_rendezvous()
+    assert a.driver.timeouts[-1] == pytest.approx(0.1)
+
+
 def test_a_node_that_reconnects_in_time_continues(make_job: MakeJob) -> None:
     job = make_job(1, 1, misses=2, reconnect=PATIENCE)
     (a,) = job.seated("a")
@@ -1087,14 +1107,20 @@ def test_an_interrupted_node_can_still_report_that_it_leaves(make_job: MakeJob) 
 def test_nothing_is_left_over_after_many_rounds(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
-    before, port = set(threading.enumerate()), a.handler.connection.port
+
+    def threads() -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate() if thread not in before)
+
+    before = {thread for thread in threading.enumerate() if "rendezvous" not in thread.name}
+    port = a.handler.connection.port
     for _ in range(100):
         job.meet(a, b)
-    wait_until(lambda: set(threading.enumerate()) <= before, "the threads end")
+    followers = sorted(f"rendezvous follower of {node.id}" for node in (a, b))
+    shared = ["rendezvous tasks"] * 2
+    wait_until(lambda: threads() == followers + shared, lambda: f"only these: {threads()}")
     assert b.handler.connection.port is None
     assert a.handler.connection.port is not None
     assert a.handler.connection.port is not port
-    assert sum("rendezvous" in thread.name for thread in threading.enumerate()) == 6
 
 
 def test_lives_that_are_over_leave_nothing_behind(make_job: MakeJob) -> None:
@@ -1118,6 +1144,45 @@ def test_a_handler_without_references_sends_no_heartbeats() -> None:
     gc.collect()
     wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
     assert driver.closed == [False]
+
+
+def test_a_node_that_can_start_no_thread_releases_everything(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = make_job(1, 1).seated("a")
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            a.handler.leaving("the host is full")
+    a.handler.leave("the host is full")
+    assert a.driver.closed == [False]
+
+
+def test_a_child_that_forgets_its_parents_handler_does_not_leave_for_it() -> None:
+    before = in_use()
+    job = Job(1, 1)
+    handler = DynamicRendezvousHandler(FakeDriver(job.rounds), job.settings, backend="fake")
+    handler.next_rendezvous()
+    connection = handler.connection
+    with warnings.catch_warnings():  # newer Pythons warn about such forks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        leaves = True
+        try:
+            del handler
+            gc.collect()
+            ends = any(thread.name == "rendezvous end" for thread in threading.enumerate())
+            leaves = ends or connection.done
+        finally:
+            os._exit(leaves)
+    assert os.waitpid(pid, 0)[1] == 0
+    handler.leave("the test is over")
+    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
 
 
 def test_an_ended_subscription_is_silent(make_job: MakeJob) -> None:

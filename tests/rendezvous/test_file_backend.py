@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.descriptors import open_files
+from helpers.rendezvous.nfs_client import NfsClient
 from helpers.stores.storing import Background
 from regrow.rendezvous import (
     RendezvousClosedError,
@@ -69,6 +70,18 @@ def latest(directory: Path) -> Path:
 def left_over(directory: Path) -> list[Path]:
     """Return the files and folders in the job's directory that are not empty."""
     return [path for path in (directory / "regrow=job").iterdir() if list(path.iterdir())]
+
+
+def test_a_key_that_was_missing_is_found_when_another_host_has_set_it(
+    backend: FileRendezvousBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = NfsClient()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", client.open)
+        assert not backend.store.check(["key"])
+    FileRendezvousBackend(str(tmp_path), "job").store.set("key", b"value")
+    monkeypatch.setattr(os, "open", client.open)
+    assert backend.store.check(["key"])
 
 
 # --- versions

@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from helpers.descriptors import open_files
+from helpers.processes import wait_until
 from helpers.rendezvous.backends import Party, PartyNode, ServedRounds, ranks
 from helpers.stores.storing import PATIENCE, Background
 from regrow.rendezvous import RendezvousClosedError, RoundEnded
 from regrow.rendezvous.protocol.messages import ServerRestarted
 from regrow.rendezvous.server.hosting import HostedServer, settle
 from regrow.rendezvous.settings import RESTARTS
-from regrow.store import ServerProcess, listen_at, make_token
+from regrow.store import ServerProcess, connect, listen_at, make_token, start_server
 from regrow.utils import PortReservation
 
 TOKEN = make_token()
@@ -206,6 +208,30 @@ def test_a_server_that_was_closed_is_not_replaced() -> None:
     os.close(pidfd)
     assert len(started) == 1
     assert open_files() <= before
+
+
+def test_a_child_that_is_forked_while_a_server_is_closed_does_not_keep_its_port() -> None:
+    def lingers(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
+        return start_server(listener=listener, token=TOKEN, linger=True, journal=journal)
+
+    listener = listen_at("127.0.0.1", 0)
+    kept, inode = HostedServer(listener, lingers), os.fstat(listener.fileno()).st_ino
+    client = connect(kept.endpoint, token=TOKEN)
+    pipes = {file for file in open_files() if file[1].startswith("pipe:")}
+    closing = Background(kept.close, wait=PATIENCE)  # waits for the client
+    wait_until(lambda: bool(pipes - open_files()), "the server is told")
+    with warnings.catch_warnings():  # newer Pythons warn about such forks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        keeps = True
+        try:
+            keeps = f"socket:[{inode}]" in {of for _, of in open_files()}
+        finally:
+            os._exit(keeps)
+    assert os.waitpid(pid, 0)[1] == 0
+    client.close()
+    closing.result()
 
 
 @pytest.mark.parametrize("opens", ["memfd_create", "eventfd"])

@@ -8,6 +8,7 @@ import pytest
 
 from regrow.rendezvous.node.driver import Snapshot
 from regrow.rendezvous.node.node_rules import (
+    JobStopped,
     Notified,
     Rejoin,
     SeatRequest,
@@ -19,7 +20,10 @@ from regrow.rendezvous.node.node_rules import (
 )
 from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import (
+    JOB_STOPS,
+    Departed,
     Judged,
+    LeavingAnnounced,
     NodeRefused,
     NodesWaiting,
     Placed,
@@ -89,6 +93,22 @@ def test_a_node_that_was_on_standby_until_the_end_is_recognized() -> None:
     assert (waiting.standby, outcome) == (True, CLOSED)
 
 
+STOPPED = Placed("me", "forming", "regrow stop")
+SEATED = seated(3)._replace(departed=(Departed("other", 0, f"{JOB_STOPS}regrow stop"),))
+
+
+@pytest.mark.parametrize("status", [STOPPED, STOPPED._replace(place="standby"), SEATED])
+def test_a_node_that_stands_by_does_not_go_on_with_a_job_that_was_stopped(status: Any) -> None:
+    waiting, _ = end_wait(SeatRequest(0, 60.0), seen(Placed("me", "standby")), now=0.0)
+    assert end_wait(waiting, seen(status), now=1.0)[1] == JobStopped("regrow stop")
+
+
+@pytest.mark.parametrize("status", [STOPPED, SEATED])
+def test_the_next_run_of_a_job_that_was_stopped_may_have_its_id(status: Any) -> None:
+    outcome = end_wait(SeatRequest(0, 60.0), seen(status), now=1.0)[1]
+    assert outcome == (None if status is STOPPED else status)
+
+
 # --- notifications
 
 
@@ -137,6 +157,17 @@ def test_a_restart_that_is_spent_in_the_round_is_notified_once() -> None:
     views = [seen(at_the_start)._replace(failures=number) for number in (1, 2, 2, 3)]
     over = seen(OVER)._replace(failures=4)  # the failure that ended the round
     assert notified(*views, over) == [RestartSpent(2, 2), RestartSpent(2, 3), OVER]
+
+
+def test_each_node_that_announces_to_leave_is_notified_once_and_not_to_itself() -> None:
+    leaving = (("b", "SIGTERM"), ("me", "SIGINT"), ("c", "SIGTERM"))
+    views = [seen(seated(2))._replace(leaving=leaving[:count]) for count in (0, 1, 1, 3)]
+    over = seen(OVER)
+    assert notified(*views, over) == [
+        LeavingAnnounced(2, "b", "SIGTERM"),
+        LeavingAnnounced(2, "c", "SIGTERM"),
+        OVER,
+    ]
 
 
 def test_nodes_that_wait_for_a_round_that_is_over_are_not_notified() -> None:

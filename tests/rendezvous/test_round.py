@@ -6,6 +6,7 @@ import pytest
 
 from regrow.rendezvous.protocol.document import decode, encode
 from regrow.rendezvous.protocol.messages import (
+    JOB_STOPS,
     CloseRendezvous,
     Departed,
     EndConfirmed,
@@ -28,6 +29,7 @@ from regrow.rendezvous.protocol.messages import (
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import (
     Round,
+    departed,
     holds,
     judged,
     place,
@@ -700,6 +702,87 @@ def test_members_learn_whether_their_workers_have_the_whole_grace_to_stop_and_ma
         assert not ended.keep
 
 
+def leaving(name: str) -> NodeLeaving:
+    return NodeLeaving(name, 1, f"{name} got SIGTERM", full_grace=True, until_left=True)
+
+
+def test_a_round_goes_on_until_a_node_that_leaves_with_notice_has_left() -> None:
+    state, effects = run(complete("a", "b", "c"), leaving("b"))
+    assert (effects, state.number, state.complete) == ([], 1, True)
+    assert run(state, leaving("b")) == (state, []), "a repeated call"
+    assert all(holds(state, id, 1) for id in "abc")
+    state, effects = run(state, LeaveRound("b", 1, "b got SIGTERM"))
+    over = RoundEnded(1, "b", "b got SIGTERM", full_grace=True, keep=True)
+    assert status_of(state, "a") == status_of(state, "c") == effects[0] == over
+    assert watched(state) == {"a", "c"}
+    state, _ = run(state, *joins("a", "c", token=1))
+    assert [*state.ranks] == ["a", "c"]
+    assert departed(state) == (Departed("b", 1, "b got SIGTERM"),)
+
+
+@pytest.mark.parametrize("end", [LeaveRound("b", 1), NodeLost("b", "it was killed in its grace")])
+def test_a_round_goes_on_until_all_have_left_that_leave_with_notice(end: Event) -> None:
+    state, effects = run(complete("a", "b", "c"), leaving("c"), leaving("b"), end)
+    assert (effects, state.complete, {*state.gone}) == ([], True, {"b"})
+    assert watched(state) == {"a", "c"}
+    assert not holds(state, "b", 1)
+    assert status_of(state, "b") is None
+    assert run(state, end) == (state, []), "a repeated call"
+    assert isinstance(run(state, *joins("b"))[1][0], NodeRefused)
+    state, _ = run(state, LeaveRound("c", 1), *joins("a", token=1))
+    assert [*state.ranks] == ["a"]
+    assert {node.id for node in departed(state)} == {"b", "c"}
+
+
+def test_a_round_is_over_at_once_if_too_few_nodes_would_stay() -> None:
+    state, effects = run(complete("a", "b", "c", low=2), leaving("b"), leaving("c"))
+    assert effects[0] == RoundEnded(1, "c", "c got SIGTERM", full_grace=True)
+    assert holds(state, "b", 1), "it goes on with the end of its workers"
+    state, _ = run(fixed("a", "b"), leaving("b"))
+    assert state.ended == RoundEnded(1, "b", "b got SIGTERM", full_grace=True)
+
+
+def test_a_node_that_stands_by_stays_for_one_that_leaves_with_notice() -> None:
+    state, effects = run(complete("a", "b", low=2), *joins("spare"), leaving("b"))
+    assert (effects, state.complete, state.waiting) == ([], True, 0)
+    moved, _ = run(state, LeaveRound("b", 1), *joins("a", token=1))
+    assert {*moved.ranks} == {"a", "spare"}
+    state, effects = run(state, LeaveRound("spare"))
+    assert effects[0] == RoundEnded(1, "b", "b got SIGTERM", full_grace=True)
+
+
+def test_no_node_is_let_in_while_another_leaves() -> None:
+    state, _ = run(complete("a", "b", high=3), leaving("b"), *joins("c"))
+    assert state.waiting == 0
+    state, _ = run(state, LeaveRound("b", 1), *joins("a", token=1))
+    assert [*state.ranks] == ["a", "c"]
+
+
+def test_a_failure_while_a_node_leaves_with_notice_is_not_charged() -> None:
+    state, _ = run(complete("a", "b", "c"), leaving("b"), WorkersFailed("a", 1, "connection reset"))
+    verdict = judged(state, 1)
+    assert verdict is not None
+    assert (verdict.charged, verdict.cause.id, state.failures) == (False, "b", 0)
+    assert holds(state, "b", 1), "it goes on with the end of its workers"
+    assert state.ended is not None
+    assert state.ended.full_grace, "the workers of c may save, as when a node leaves"
+    one_has_left = (leaving("c"), leaving("b"), LeaveRound("c", 1))
+    state, _ = run(complete("a", "b", "c"), *one_has_left, WorkersFailed("a", 1, "reset"))
+    assert state.ended == RoundEnded(1, "b", "b got SIGTERM", full_grace=True)
+
+
+@pytest.mark.parametrize("gone", [(), (leaving("c"), LeaveRound("c", 1))])
+def test_a_round_that_is_closed_ends_for_nodes_that_leave_with_notice(
+    gone: tuple[Event, ...],
+) -> None:
+    """As if they had announced it later: the others may wait for them."""
+    state, _ = run(complete("a", "b", "c", "d"), leaving("b"), *gone, CloseRendezvous("a"))
+    over = RoundEnded(1, "b", "b got SIGTERM", full_grace=True)
+    assert status_of(state, "a") == status_of(state, "d") == over
+    state, _ = run(state, LeaveRound("b", 1))
+    assert run(state, *joins("d", token=1))[1] == [state.closed]
+
+
 def test_closing_is_final_and_the_first_reason_counts() -> None:
     state, _ = run(complete("a", "b"), CloseRendezvous("a", "done"))
     assert run(state, CloseRendezvous("b", "failed")) == (state, [])
@@ -810,3 +893,14 @@ def test_different_memberships_have_different_digests() -> None:
     three, _ = run(one, *joins("a", "b", token=1))
     assert len({one.digest, two.digest, three.digest}) == 3
     assert one.digest == complete("b", "a").digest
+
+
+def test_nodes_that_stand_by_learn_that_the_job_is_stopped_until_the_next_round() -> None:
+    state, _ = run(complete("a", "b", low=2), *joins("c", "d"))
+    state, effects = run(state, LeaveRound("a", 1, f"{JOB_STOPS}SIGTERM"))
+    assert Placed("c", "forming", "SIGTERM") in effects
+    assert status_of(state, "d") == Placed("d", "standby", "SIGTERM")
+    state, _ = run(state, LeaveRound("b", 1, "it left"), LeaveRound("c"), LeaveRound("d"))
+    state, _ = run(state, *joins("e", "f", "g"))  # the next run
+    assert state.complete
+    assert status_of(state, "g") == Placed("g", "standby")

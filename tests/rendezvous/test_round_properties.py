@@ -151,11 +151,17 @@ class Rounds(RuleBasedStateMachine):
         self.post(EndConfirmed(id, self.tokens.get(id, 0) if valid else wrong))
         assert id not in self.state.unheard or self.state is before
 
-    @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
-    def be_leaving(self, id: str, valid: bool, wrong: int) -> None:
+    @rule(
+        id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6), last=st.booleans()
+    )
+    def be_leaving(self, id: str, valid: bool, wrong: int, last: bool) -> None:
         before = self.state
-        self.post(NodeLeaving(id, self.tokens.get(id, 0) if valid else wrong, "SIGTERM"))
+        token = self.tokens.get(id, 0) if valid else wrong
+        self.post(NodeLeaving(id, token, "SIGTERM", until_left=last))
         assert watched(self.state) == watched(before), "it is there until it has left"
+        if self.state.leaving != before.leaving and self.state.complete:
+            staying = before.members.keys() - self.state.leaving.keys()
+            assert len(staying) + len(before.queue) >= before.min_nodes
 
     @rule(id=st.sampled_from(LIVES))
     def lose(self, id: str) -> None:
@@ -255,7 +261,12 @@ class Rounds(RuleBasedStateMachine):
             for id in waits:
                 assert isinstance(status_of(self.state, id), Seated | RoundClosed | RoundEnded)
             return
-        # Enough new nodes join, members rejoin, the last call expires: no node with a seat waits.
+        # Nodes leave that are leaving, enough new ones join, members rejoin, the last call expires:
+        # no node with a seat waits.
+        for id in [*self.state.leaving]:
+            self.post(LeaveRound(id))
+            waits -= {id}
+        assert not self.state.leaving
         for id in sorted(self.state.awaited):
             self.post(JoinRound(Node(id, id), self.state.number - 1))
         for i in range(self.state.min_nodes):

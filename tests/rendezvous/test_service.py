@@ -29,10 +29,12 @@ from regrow.rendezvous.protocol.messages import (
     RoundEnded,
     Seated,
     SpendRestart,
+    Voter,
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round
+from regrow.rendezvous.protocol.succession import Succession
 from regrow.rendezvous.server import server_messages as messages
 from regrow.rendezvous.server.round_service import RendezvousService
 from regrow.rendezvous.server.served_job import concerned
@@ -387,6 +389,30 @@ def test_what_makes_no_sense_is_refused(pair: Server, event: Event) -> None:
     assert pair.service.jobs["job"].state is before
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        messages.CopyRequest("job", "", Voter("v", "v.host", 0), True, 0, -1, 0, 0),
+        messages.CopyRequest("job", "", Voter("v", "", 1), True, 0, -1, 0, 0),
+        messages.CopyRequest("job", "", Voter("v" * 1001, "v.host", 1), True, 0, -1, 0, 0),
+        messages.GrantRequest(
+            *("job", "", Voter("v", "v.host", 70_000), "v", 1, 0, 0, Succession(), False, False, ())
+        ),
+        messages.MovedRequest("job", 1, "v.host"),
+        messages.MovedRequest("another job", 1, "v.host:70000"),
+    ],
+)
+def test_a_server_that_no_node_could_ask_is_refused(
+    pair: Server, question: messages.Question
+) -> None:
+    assert "is not" in pair.problem("x", messages.encode(question))
+    for job in ("job", "another job"):
+        beat = messages.BeatRequest(job, "a", 1, 0)
+        answer = pair.answer(pair.ask("a", messages.encode(beat)))
+        assert isinstance(answer, messages.BeatReply)
+        assert answer.servers == ()
+
+
 def test_one_client_cannot_join_any_number_of_nodes() -> None:
     server = Server(LIVES + 2, LIVES + 2)
     for number in range(LIVES):
@@ -402,6 +428,16 @@ def test_a_question_has_a_limit(pair: Server) -> None:
     report = "r" * messages.BODY_BYTES
     body = messages.submit("job", pair.settings, WorkersFailed("a", 1, report))
     assert f"the limit is {messages.BODY_BYTES}" in pair.problem("a", body)
+
+
+def test_a_grant_has_a_limit_of_records(pair: Server) -> None:
+    """The server repeats the steps of all of them, and renews no lease meanwhile."""
+    v, record = Voter("v", "v.host", 1), msgspec.Raw(b"\x90")
+    grant = messages.GrantRequest("other", "", v, "v", 1, 0, 0, Succession(), False, False, ())
+    for many in (messages.MOST_RECORDS, messages.MOST_RECORDS + 1):
+        body = messages.encode(msgspec.structs.replace(grant, records=(record,) * many))
+        refused = pair.problem("x", body)
+        assert ("of length <= 2000" in refused) is (many > messages.MOST_RECORDS)
 
 
 SCALARS = st.none() | st.integers(-5, 2**40) | st.text(max_size=5) | st.binary(max_size=5)
@@ -542,6 +578,14 @@ def test_a_standby_node_is_notified_that_it_has_the_seat_of_a_lost_member(pair: 
     assert pair.snapshot(waiting).status == Placed("c", "forming")
 
 
+def test_the_others_are_notified_at_once_that_a_node_leaves_with_notice() -> None:
+    server = Server(1, 2)
+    server.join("a")
+    waiting = server.follow("b", server.join("b"))
+    server.submit("a", NodeLeaving("a", 1, "SIGTERM", until_left=True))
+    assert server.snapshot(waiting).leaving == (("a", "SIGTERM"),)
+
+
 NAMES = [f"n{number}" for number in range(6)]
 WORDS = (
     ["join"] * 6
@@ -566,7 +610,7 @@ def event_of(state: Round, word: str, name: str, age: int) -> Event:
         case "leave":
             return LeaveRound(name)
         case "leaving":
-            return NodeLeaving(name, token, "why")
+            return NodeLeaving(name, token, "why", until_left=age > 1)
         case "failed":
             return WorkersFailed(name, token, "report")
         case "confirmed":

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from regrow.rendezvous.protocol.messages import JoinRound, Node, NodeLost, RoundClosed, Voter
+from regrow.rendezvous.protocol.messages import (
+    JoinRound,
+    LeaveRound,
+    Node,
+    NodeLeaving,
+    NodeLost,
+    RoundClosed,
+    Voter,
+)
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.protocol.succession import (
@@ -128,6 +136,18 @@ def test_a_voter_that_is_still_a_member_stays_one() -> None:
 
 def test_a_coordinator_whose_agent_is_no_member_does_not_vote() -> None:
     assert wanted_voters(round_of(B, C, D), THREE, 4) == (B, C, D)
+
+
+def test_a_member_that_has_left_before_others_does_not_vote_and_reports_nothing() -> None:
+    state = round_of(A, B, C, D, E)
+    for voter in (A, B):
+        leaving = NodeLeaving(voter.id, 1, "SIGTERM", until_left=True)
+        state, _ = step(state, leaving)
+    state, _ = step(state, LeaveRound("a"))
+    assert state.complete
+    five = Succession(0, A, ((A, B, C, D, E),))
+    assert wanted_voters(state, five, 4) == (B, C, D)
+    assert reporter(state, five) == B
 
 
 def test_the_voters_stay_while_a_round_forms_and_after_the_end_of_the_job() -> None:

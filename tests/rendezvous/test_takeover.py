@@ -182,6 +182,44 @@ def test_a_voter_that_resigned_counts_for_its_server(host: Host, copies: dict[st
     assert host.mail[again].removed  # type: ignore[union-attr]
 
 
+def may_lose(host: Host) -> int:
+    answer = host.beat("b", 2)
+    assert isinstance(answer, messages.BeatReply)
+    return answer.may_lose
+
+
+def stand_by(host: Host, seconds: float, *copies: Copy) -> None:
+    """Let time pass while voters ask, and confirm the answers."""
+    until = host.now + seconds
+    while host.now < until:
+        asked = [(copy, host.copy(copy)) for copy in copies]
+        host.wait(PROMISE * LEASE / 6)
+        for copy, id in asked:
+            if isinstance(reply := host.mail.get(id), messages.CopyReply) and reply != copy.at:
+                copy.take(reply)
+
+
+def test_voters_that_are_silent_or_have_resigned_are_none_that_may_be_lost(
+    host: Host, copies: dict[str, Copy]
+) -> None:
+    stand_by(host, LEASE, *copies.values())
+    assert may_lose(host) == 1
+    stand_by(host, LEASE, copies["a"], copies["b"])
+    assert may_lose(host) == 0
+    stand_by(host, LEASE, *copies.values())
+    assert may_lose(host) == 1
+    host.ask("c", messages.ResignRequest("job", copies["c"].voter.id, 0))
+    assert may_lose(host) == 0
+
+
+def test_no_host_may_be_lost_when_another_one_has_taken_over_and_no_third_is_there(
+    host: Host, copies: dict[str, Copy]
+) -> None:
+    other = taken_over(copies, ended=True)
+    stand_by(other, LEASE, copies["b"], copies["c"])
+    assert may_lose(other) == 0
+
+
 def test_a_server_that_does_not_run_the_job_creates_none() -> None:
     other = Host(creates=False)
     assert other.mail[other.join("a")] == messages.ElsewhereReply(0, "")
@@ -399,7 +437,9 @@ def test_a_server_at_a_listed_endpoint_begins_a_job_when_most_agents_there_elect
     one = listed.ask("a", first_grant("a"))
     assert one not in listed.mail
     other = listed.ask("b", first_grant("b"))
+    assert not Host(creates=False).service.needed  # it may end with its agent
     assert listed.mail[one] == listed.mail[other] == messages.DoneReply(1)
+    assert listed.service.needed
     copies = began(Host(creates=False))
     joined = listed.join("a")
     assert joined not in listed.mail, "no voter has the job yet"

@@ -131,8 +131,8 @@ def test_a_host_serves_as_soon_as_its_name_resolves_to_it(
     """A pod that has just started is such a host."""
     unknown = [host := "localhost"] * 2
 
-    def found(host: str, port: int) -> OwnAddress | None:
-        return None if unknown and unknown.pop() else find_own(host, port)
+    def found(host: str, port: int, look_up: float) -> OwnAddress | None:
+        return None if unknown and unknown.pop() else find_own(host, port, look_up)
 
     monkeypatch.setattr("regrow.rendezvous.server.hosting.RESOLVE_PAUSES", (0.05, 15.0))
     monkeypatch.setattr("regrow.rendezvous.server.hosting.find_own", found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from helpers.processes import wait_until
+from helpers.rendezvous.nfs_client import NfsClient
 from regrow.rendezvous.backends.directory.ballot_cell import open_witness
 from regrow.rendezvous.errors import RendezvousUsageError
 from regrow.rendezvous.parameters import RendezvousParameters
@@ -23,6 +26,7 @@ from regrow.rendezvous.protocol.messages import JoinRound, Node, RoundClosed, Vo
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.protocol.succession import (
+    MARGIN,
     PROMISE,
     Succession,
     candidate,
@@ -116,7 +120,7 @@ def test_a_witness_grants_an_epoch_once_and_follows_no_older_one(
         assert ballot.promised >= before
 
 
-def test_a_later_answer_is_a_promise_that_the_candidate_has_to_wait_for() -> None:
+def test_a_later_answer_is_a_promise_that_the_nomineehas_to_wait_for() -> None:
     assert not has_promised_since(BALLOT, 2, 10)
     assert has_promised_since(BALLOT, 2, 9)
     assert has_promised_since(BALLOT, 1, 99)
@@ -287,6 +291,29 @@ def test_the_coordinator_renews_no_lease_without_the_witness_and_the_other_host(
     assert answer.waits
 
 
+def test_a_promise_of_the_witness_counts_from_when_the_answer_was_sent() -> None:
+    pair = Pair()
+    pair.run(2.0)
+
+    def wait(seconds: float) -> None:
+        """Let time pass in which nobody writes to the ballot, and B is silent."""
+        until = pair.now + seconds
+        while pair.now < until:
+            pair.a.copy()
+            pair.now += 0.05
+            for answer in pair.service.due(pair.now):
+                pair.mail[answer.id] = messages.decode_answer(answer.body)
+
+    while pair.a.asked not in pair.mail:
+        wait(0.05)
+    renews = (PROMISE - MARGIN) * LEASE
+    wait(renews - 0.1)
+    pair.a.keep()  # a slow file server
+    assert isinstance(pair.beat(), messages.BeatReply)
+    wait(0.2)
+    assert isinstance(pair.beat(), messages.ElsewhereReply)
+
+
 def test_a_directory_that_does_not_answer_is_no_voter_until_it_answers() -> None:
     pair = Pair()
     pair.run(2.0)
@@ -335,13 +362,29 @@ def test_one_of_two_keepers_writes_the_next_version(tmp_path: Path) -> None:
     assert here.read() == (2, newer)
 
 
-def test_a_ballot_that_was_removed_is_not_there_and_is_not_written_again(tmp_path: Path) -> None:
+def test_a_keeper_finds_a_ballot_that_was_missing_when_it_looked_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = (open_witness(str(tmp_path), "job", b"token" * 8)(W.id) for _ in range(2))
+    client = NfsClient()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", client.open)
+        assert there.read() == (0, None)
+    assert here.replace(0, BALLOT, create=True)
+    monkeypatch.setattr(os, "open", client.open)
+    assert there.read() == (1, BALLOT)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_ballot_that_was_removed_is_not_there_and_is_not_written_again(
+    tmp_path: Path, create: bool
+) -> None:
     cell = open_witness(str(tmp_path), "job", b"token" * 8)(W.id)
     cell.replace(0, BALLOT, create=True)
     version, _ = cell.read()
     cell.remove()
     with pytest.raises(FileNotFoundError):
-        cell.replace(version, BALLOT)
+        cell.replace(version, BALLOT, create=create)
     assert cell.read() == (0, None)
     cell.remove()
 
@@ -448,37 +491,93 @@ class Memory:
     def remove(self) -> None: ...
 
 
-def test_a_candidate_waits_until_the_ballot_has_not_changed_for_the_length_of_a_promise() -> None:
-    record = JobRecord("job", "life", SETTINGS, Round(1, 2), Succession(2, A, ((A, B, W),)), 5)
-    cell = Memory(replace(BALLOT, record=messages.encode(record)))
-    sent = queue.Queue[messages.GrantRequest]()
-    now = 100.0
+class Nominee:
+    """A keeper of the ballot in memory, whose agent is the candidate of epoch 3."""
 
-    def ask(body: bytes, timeout: float) -> bytes:
+    def __init__(self, threads: Any = threading) -> None:
+        succession = Succession(2, A, ((A, B, W),))
+        record = JobRecord("job", "life", SETTINGS, Round(1, 2), succession, 5)
+        self.cell = Memory(replace(BALLOT, record=messages.encode(record)))
+        self.sent = queue.Queue[messages.GrantRequest]()
+        self.now = 100.0
+        client = SimpleNamespace(ask=self._ask, close=lambda timeout: None)
+        self.keeper = WitnessKeeper(
+            "job",
+            PROMISE * LEASE,
+            lambda id: self.cell,
+            open=cast("Any", None),
+            new_client=lambda open: cast("Any", client),
+            clock=lambda: self.now,
+            threads=threads,
+        )
+
+    def follow(self) -> None:
+        reply = messages.CopyReply("life", 2, 5, 9, False, (), Succession(), True, (W.id, 10))
+        self.keeper.follow(B, "hosta:1", reply)
+
+    def _ask(self, body: bytes, timeout: float) -> bytes:
         question = messages.decode_question(body)
         if isinstance(question, messages.GrantRequest):
-            sent.put(question)
+            self.sent.put(question)
         return messages.encode(messages.DoneReply(3))
 
-    keeper = WitnessKeeper(
-        "job",
-        PROMISE * LEASE,
-        lambda id: cell,
-        open=cast("Any", None),
-        new_client=lambda open: cast("Any", SimpleNamespace(ask=ask, close=lambda timeout: None)),
-        clock=lambda: now,
-        threads=threading,
-    )
-    reply = messages.CopyReply("life", 2, 5, 9, False, (), Succession(), True, (W.id, 10))
-    keeper.follow(B, "hosta:1", reply)
+
+@pytest.fixture
+def nominee() -> Iterator[Nominee]:
+    nominee = Nominee()
+    nominee.follow()
+    yield nominee
+    nominee.keeper.stop()
+
+
+def test_a_nomineewaits_until_the_ballot_has_not_changed_for_the_length_of_a_promise(
+    nominee: Nominee,
+) -> None:
+    cell, sent = nominee.cell, nominee.sent
     cell.versions.append(replace(cell.versions[-1], answer=11))
-    keeper.vote(B, "life", 3, ended=False)
+    nominee.keeper.vote(B, "life", 3, ended=False)
     for _ in range(5):
-        now += 0.8 * PROMISE * LEASE
+        nominee.now += 0.8 * PROMISE * LEASE
         cell.renew()
     assert sent.empty()
-    now += PROMISE * LEASE
+    nominee.now += PROMISE * LEASE
     grant = sent.get(timeout=30.0)
     assert (grant.voter, grant.epoch, grant.waited) == (W.id, 3, True)
     assert cell.versions[-1].granted_to == B.id
-    keeper.stop()
+
+
+def test_a_witness_whose_coordinator_has_ended_does_not_claim_that_it_has_waited(
+    nominee: Nominee,
+) -> None:
+    nominee.keeper.vote(B, "life", 3, ended=True)
+    grant = nominee.sent.get(timeout=30.0)
+    assert (grant.voter, grant.ended, grant.waited) == (W.id, True, False)
+
+
+class StoppingLock:
+    """A keeper's lock; the keeper is stopped just before its thread takes it the first time."""
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        stop = self.stop
+        if stop is not None and threading.current_thread().name == "rendezvous witness":
+            self.stop = None
+            stopper = threading.Thread(target=stop)
+            stopper.start()
+            stopper.join()
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+def test_the_thread_of_a_keeper_that_is_stopped_as_it_starts_ends() -> None:
+    before, lock = set(threading.enumerate()), StoppingLock()
+    nominee = Nominee(SimpleNamespace(**{**vars(threading), "Lock": lambda: lock}))
+    lock.stop = nominee.keeper.stop
+    nominee.follow()
+    wait_until(lambda: lock.stop is None, "the keeper is stopped")
+    wait_until(lambda: set(threading.enumerate()) <= before, "the thread ends")

@@ -22,6 +22,7 @@ from helpers.schedulers.training import (
     START_LINES,
     Training,
     introduce,
+    is_about_losses,
     left_over,
     prepare,
     require_schedulers,
@@ -56,8 +57,14 @@ class MpiJob:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of the output, without the messages of `mpirun`, which it frames by dashes."""
-        return unwrapped(re.sub(r"(?ms)^-{70,}\n.*?^-{70,}\n", "", self.output))
+        """The lines of the output, without the messages of `mpirun`.
+
+        It frames them by dashes or begins them with `[host:pid]`. The line that says which
+        hosts may be lost does not count either.
+        """
+        framed = r"^-{70,}\n.*?^-{70,}\n"
+        lines = unwrapped(re.sub(rf"(?ms){framed}|^\[[^]\n]+:\d+\][^\n]*\n", "", self.output))
+        return [line for line in lines if not is_about_losses(line)]
 
     def ended(self) -> int:
         """Return its exit status after all of its processes have ended."""

@@ -177,7 +177,7 @@ class Agent(Program):
         if not guardian.round and not self._must_stop(round):
             self._report(node)
         if self._sigterm:
-            node.leaving("SIGTERM")
+            node.leaving("SIGTERM", until_left=self.host.lives % 2 == 0)
         if guardian.round:
             guardian.stop(profile.grace)
             self._wait_until(lambda: not guardian.round)

@@ -107,9 +107,11 @@ class Client:
         timeout: float,
         refusal_is_final: bool,
         session_grace: float,
+        refusal_ends: Callable[[], bool],
         **_: Any,
     ) -> None:
         self._find, self.agent, self.sim = find, agent, agent.sim
+        self._refusal_ends = refusal_ends
         self.server = endpoint
         self.grace = session_grace + SPARE_ROUND_TRIPS * 2 * agent.job.profile.delay
         """Seconds in which the client may resume its session."""
@@ -207,10 +209,11 @@ class Client:
                 return
             self.state = ConnectionState.SUSPENDED
             deadline, pause = agent.machine.clock + self.grace, FIRST_PAUSE
-            while (yield from self._dial(deadline)) is not None:
+            while (failure := (yield from self._dial(deadline))) is not None:
                 if self._is_over():
                     return
-                if self._welcome < 0 or agent.machine.clock >= deadline:
+                refused = isinstance(failure, StoreConnectionError) and self._refusal_ends()
+                if refused or self._welcome < 0 or agent.machine.clock >= deadline:
                     self._end(ConnectionState.LOST)
                     return
                 yield agent.sleep(pause)

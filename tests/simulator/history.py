@@ -212,6 +212,7 @@ class History:
             case WorkersFailed(id, token) if after.number > before.number:
                 members = frozenset(before.ranks) - before.gone
                 self._accused[before.number] = _Accused(id, members)
+                self._accused[before.number].excused = next(iter(before.leaving), "")
             case WorkersFailed(id, token) | EndConfirmed(id, token) if accused := self._accused.get(
                 token
             ):
@@ -236,7 +237,7 @@ class History:
             if accused.excused or accused.unheard:
                 why = accused.excused or f"{sorted(accused.unheard)}, which sent no message"
                 raise self.broken(f"the failure in round {round} was charged, in spite of {why}")
-        elif before.unheard and not after.unheard:
+        elif not after.unheard and (before.unheard or after.number - 1 in self._accused):
             self.forgiven += 1
             del self._accused[after.number - 1]
 

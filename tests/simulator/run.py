@@ -38,7 +38,7 @@ SPENDING = 5
 In the even ones of these seeds the server's process is killed too.
 """
 FORGOTTEN_AFTER = 28.0
-"""Seconds after which a server forgets a job whose voters are lost, so that it can begin anew.
+"""Seconds after which a server forgets a job whose voters are lost, so that it can begin again.
 
 No host is frozen or cut off for longer.
 """

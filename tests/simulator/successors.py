@@ -9,8 +9,8 @@ servers. If there is none, the agent on the first host begins another life of th
 half the first three hosts are listed as endpoints, and the agents there elect the first server.
 
 The servers apply events that no later server knows, if they are cut off. So the checks of the
-history see an event when a majority has it. What two servers have told their nodes must be one
-history, whichever server has told it.
+history see an event when a majority has it. What the servers have sent to their nodes must be one
+history, also if two servers have sent it.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class HostServer(SimServer):
         return self.host.clock
 
     def _send(self, answers: Iterable[Answer]) -> None:
-        self.place.told(self)
+        self.place.about_to_send(self)
         super()._send(answers)
 
 
@@ -187,7 +187,7 @@ class Servers:
         """By the version of the state that they led to."""
         self._marks: defaultdict[Copies, list[tuple[int, Round]]] = defaultdict(list)
         """Changes of the record, and the state after them."""
-        self._told: dict[int, Round] = {}
+        self._sent: dict[int, Round] = {}
         """By version: states that some node may know."""
         self._latest = Round(1, 1)
         self._epoch = 0
@@ -205,7 +205,7 @@ class Servers:
         self._life += 1
         self.job.history.forgotten()
         self._steps.clear()
-        self._told.clear()
+        self._sent.clear()
         self._latest, self._epoch = Round(1, 1), 0
         return f"life{self._life}"
 
@@ -220,8 +220,8 @@ class Servers:
         """Note the state of a job after a change of its record."""
         self._marks[job.copies].append((job.copies.seq, job.state))
 
-    def told(self, server: HostServer) -> None:
-        """Check what a server may tell its nodes from now on."""
+    def about_to_send(self, server: HostServer) -> None:
+        """Check what a server may send to its nodes from now on."""
         job = server.served
         if job is None or job.life != f"life{self._life}":
             return
@@ -234,30 +234,30 @@ class Servers:
         while marks and marks[0][0] <= kept:
             state = marks.pop(0)[1]
         if state is not None and state.version:
-            self._tell(server, state)
+            self._add_to_history(server, state)
 
-    def _tell(self, server: HostServer, state: Round) -> None:
+    def _add_to_history(self, server: HostServer, state: Round) -> None:
         if state.version <= self._latest.version:
-            known = self._told.get(state.version, state)
+            known = self._sent.get(state.version, state)
             if known != state:
                 raise self.job.history.broken(
-                    f"two servers told different things: {known}, and on {server.host.name} {state}"
+                    f"two servers sent different states: {known}, and on {server.host.name} {state}"
                 )
             return
         changes = self._way_to(state)
         if changes is None:
             raise self.job.history.broken(
-                f"{server.host.name} does not know what a node was told: {self._latest}, and tells "
-                f"{state}"
+                f"{server.host.name} does not know what a node has received: {self._latest}, and "
+                f"sends {state}"
             )
         for change in changes:
             self._note_loss(change.event)
             self.job.history.changed(*change)
-            self._told[change.after.version] = change.after
+            self._sent[change.after.version] = change.after
         self._latest = state
 
     def _way_to(self, state: Round) -> list[Change] | None:
-        """Return the changes from what was told last to a state; None if they lead elsewhere."""
+        """Return the changes from what was sent last to a state; None if they lead elsewhere."""
         if state == self._latest or (not self._latest.version and not state.version):
             return []
         if state.version <= self._latest.version:

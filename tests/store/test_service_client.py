@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -101,10 +102,39 @@ def test_a_new_session_must_be_reached_within_its_own_bound(server: ServerThread
         bounds.append(seconds)
         raise StoreConnectionError("out of reach")
 
-    client = ServiceClient("book", out_of_reach, connect_within=5.0)
+    client = ServiceClient("book", out_of_reach, connect_within=5.0, clock=lambda: 0.0)
     with pytest.raises(StoreConnectionError, match="out of reach"):
         client.ask(b"echo:x", PATIENCE)
     assert bounds == [5.0]
+
+
+def test_the_wait_for_another_thread_counts_towards_the_time_to_connect() -> None:
+    now, bounds = 0.0, list[float]()
+
+    class Taken:
+        """A lock that another thread holds for 4 s, in the time of the test."""
+
+        def acquire(self, *, timeout: float) -> bool:
+            nonlocal now
+            now += 4.0
+            return True
+
+        def release(self) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *exc: object) -> None: ...
+
+    def out_of_reach(seconds: float, stop: int) -> StoreClient:
+        bounds.append(seconds)
+        raise StoreConnectionError("out of reach")
+
+    client = ServiceClient(
+        "book", out_of_reach, clock=lambda: now, new_lock=lambda: cast("Any", Taken())
+    )
+    with pytest.raises(StoreConnectionError, match="out of reach"):
+        client.connect(5.0)
+    assert bounds == [1.0]
 
 
 def test_threads_that_ask_at_once_share_one_session(server: ServerThread) -> None:

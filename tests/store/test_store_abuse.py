@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +23,8 @@ from regrow.store import (
     StoreLimitError,
     StoreProtocolError,
     connect,
+    make_token,
+    start_server,
 )
 from regrow.store.keyspace import Query
 from regrow.store.protocol import wire
@@ -63,7 +66,11 @@ def bystander(target: ServerThread) -> Iterator[Bystander]:
 
 
 def dial(server: ServerThread) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    return _dial(server.port)
+
+
+def _dial(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
@@ -79,12 +86,16 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 
 def shaken(server: ServerThread) -> socket.socket:
     """Return a raw connection that is through the handshake, its Welcome read."""
-    sock = dial(server)
+    return _shaken(server.port, server.token)
+
+
+def _shaken(port: int, token: bytes, session: bytes = b"") -> socket.socket:
+    sock = _dial(port)
     nonce = os.urandom(wire.NONCE)
     sock.sendall(wire.PREAMBLE + nonce)
     theirs = exactly(sock, wire.OPENING)[len(wire.PREAMBLE) :]
-    sock.sendall(wire.prove(server.token, "client", nonce, theirs))
-    sock.sendall(wire.frame(wire.Hello(b"", 0.0, "a raw client")))
+    sock.sendall(wire.prove(token, "client", nonce, theirs))
+    sock.sendall(wire.frame(wire.Hello(session, 0.0, "a raw client")))
     exactly(sock, 1 + wire.PROOF)
     exactly(sock, int.from_bytes(exactly(sock, wire.HEADER), "big"))
     return sock
@@ -303,6 +314,29 @@ def test_a_client_with_too_many_unread_answers_is_disconnected(serve: Serve) -> 
     owner.close()
 
 
+def test_one_change_that_wakes_many_calls_of_a_client_does_not_fill_the_servers_memory() -> None:
+    limits = Limits(value_bytes=1 << 20, frame_bytes=2 << 20, outgoing_bytes=4 << 20)
+    token = make_token()
+
+    def most_memory() -> int:
+        """Return the most memory that the server had so far, in bytes."""
+        status = Path(f"/proc/{server.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+    with (
+        start_server(token=token, limits=limits) as server,
+        connect(server.endpoint, token=token) as owner,
+        _shaken(int(server.endpoint.rpartition(":")[2]), token) as sock,
+    ):
+        reads = (wire.Read(i, Query("multi_get", ("large",))) for i in range(1, 257))
+        sock.sendall(b"".join(map(wire.frame, reads)) + wire.frame(wire.Add(300, 300, "ready", 1)))
+        owner.wait(["ready"])
+        before = most_memory()
+        owner.set("large", bytes(1 << 20))
+        assert owner.get("ready") == b"1"
+        assert most_memory() - before < 64 << 20
+
+
 def test_a_flood_of_one_client_does_not_block_the_others(serve: Serve) -> None:
     server = serve()
     client = server.connect()
@@ -370,6 +404,16 @@ def test_sessions_over_the_limit_are_refused(serve: Serve, small: Limits) -> Non
     server.connect().close()
     for client in clients:
         client.close()
+
+
+def test_a_client_that_resumes_an_unknown_session_gets_none(serve: Serve, small: Limits) -> None:
+    server = serve(limits=small)
+    with _shaken(server.port, server.token, b"unknown") as sock:
+        sock.sendall(wire.frame(wire.Set(1, 1, "k", b"v")))
+        assert drained(sock) == b""
+    assert server.sessions() == 0
+    with server.connect() as client:
+        assert not client.check(["k"])
 
 
 def test_a_client_that_breaks_the_protocol_gets_an_error_and_loses_its_session(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from regrow.store import StoreClosedError, StoreLimitError, StoreSessionLost
-from regrow.store.client.session import Calls, PendingCall
+from regrow.store.client.pending_calls import Calls, PendingCall
 from regrow.store.keyspace import Query
 from regrow.store.protocol import wire
 
@@ -63,6 +63,23 @@ def test_of_two_answers_to_one_call_only_the_first_counts() -> None:
         calls.answer([wire.Done(call.id, result)])
     assert call.reply == wire.Done(call.id, 1)
     assert not calls.pending
+
+
+def test_an_answer_that_an_interrupt_cut_short_counts_when_the_session_ends() -> None:
+    class Interrupted(dict[int, PendingCall]):
+        def pop(self, *_: object) -> PendingCall:
+            raise KeyboardInterrupt
+
+    calls = Calls()
+    first, second = change(calls, "a"), change(calls, "b")
+    pending, calls.pending = calls.pending, Interrupted(calls.pending)
+    with pytest.raises(KeyboardInterrupt):
+        calls.answer([wire.Done(first.id, None)])
+    calls.pending, calls.failure = pending, StoreClosedError("closed")
+    calls.fail()
+    assert (first.reply, first.failure) == (wire.Done(first.id, None), None)
+    assert second.failure is calls.failure
+    assert second.gate.acquire(blocking=False)
 
 
 def test_when_a_session_is_lost_only_a_change_that_was_sent_may_have_taken_effect() -> None:

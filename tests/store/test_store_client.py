@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -107,6 +111,51 @@ def test_threads_wait_for_each_other_through_one_client(join: Join) -> None:
 
     for call in [Background(ping, "ping", "pong"), Background(ping, "pong", "ping")]:
         call.result()
+
+
+def test_a_call_that_begins_to_read_leaves_no_bytes_of_another_call_unsent(token: bytes) -> None:
+    def is_in(name: str, thread: threading.Thread) -> bool:
+        """Return whether a thread is in a function of this name."""
+        frame = sys._current_frames().get(thread.ident or 0)
+        while frame is not None and frame.f_code.co_name != name:
+            frame = frame.f_back
+        return frame is not None
+
+    def between(frame: FrameType, event: str, arg: object) -> Any:
+        """Start the large call just before this one stops the background thread from reading."""
+        code, caller = frame.f_code, frame.f_back
+        line = linecache.getline(code.co_filename, frame.f_lineno)
+        claims = caller is not None and caller.f_code.co_name == "claim"
+        if claims and ".modify(" in line and setter.ident is None:
+            setter.start()
+            with contextlib.suppress(AssertionError):  # it may have to wait for this call
+                wait_until(lambda: is_in("_await", setter), "the large call has sent", 0.5)
+        return between
+
+    def get() -> None:
+        sys.settrace(between)
+        got.append(client.get("late"))
+
+    got: list[bytes] = []
+    large = bytes(15 << 20)  # more than the socket takes while the server is stopped
+    with (
+        start_server(token=token) as server,
+        connect(server.endpoint, token=token, call_timeout=10.0) as client,
+    ):
+        calls = [
+            threading.Thread(target=client.wait, args=(["late"], PATIENCE), daemon=True),
+            threading.Thread(target=get, daemon=True),
+            setter := threading.Thread(target=client.set, args=("late", large), daemon=True),
+        ]
+        calls[0].start()
+        wait_until(lambda: is_in("_await", calls[0]), "the background thread reads")
+        os.kill(server.pid, signal.SIGSTOP)
+        calls[1].start()
+        wait_until(lambda: is_in("readable", calls[1]), "the call reads")
+        os.kill(server.pid, signal.SIGCONT)
+        for call in calls:
+            call.join(PATIENCE)
+    assert got == [large]
 
 
 def test_a_wrong_token_is_a_clear_error_on_both_sides(serve: Serve) -> None:
@@ -282,6 +331,14 @@ def test_a_slower_link_gives_a_session_more_grace(serve: Serve) -> None:
     assert spare > plain
 
 
+def test_a_busy_server_gives_a_session_no_more_grace(serve: Serve) -> None:
+    server = serve()
+    server.loop.call_soon_threadsafe(time.sleep, 0.3)
+    with server.connect(session_grace=0.5, spare_round_trips=9):
+        (session,) = server.server.machine.sessions.values()
+    assert session.grace < 0.7
+
+
 def test_a_client_reports_its_own_address_on_the_route_to_the_server(
     join: Join, tmp_path: Path
 ) -> None:
@@ -393,6 +450,52 @@ def test_a_session_outlives_a_lost_connection(proxied: tuple[ServerThread, Cutti
     other.close()
 
 
+def test_an_idle_client_notices_a_hang_up_right_after_the_greeting(token: bytes) -> None:
+    def greet() -> None:
+        """Accept a connection, greet the client, and hang up at once."""
+        sock, _ = listener.accept()
+        with sock:
+            opening = sock.recv(wire.OPENING, socket.MSG_WAITALL)
+            nonce = os.urandom(wire.NONCE)
+            sock.sendall(wire.PREAMBLE + nonce)
+            sock.recv(wire.PROOF, socket.MSG_WAITALL)
+            length = int.from_bytes(sock.recv(wire.HEADER, socket.MSG_WAITALL), "big")
+            sock.recv(length, socket.MSG_WAITALL)
+            proof = wire.prove(token, "server", opening[len(wire.PREAMBLE) :], nonce)
+            welcome = wire.Welcome(b"session", PATIENCE, 1 << 20)
+            sock.sendall(wire.ACCEPTED + proof + wire.frame(welcome))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE)
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        connecting = Background(connect, endpoint, token=token, session_grace=PATIENCE)
+        greet()
+        client = connecting.result()
+        for _ in range(100):
+            greet()
+    client.close(0)
+
+
+def test_a_function_for_states_that_raises_ends_no_session(
+    proxied: tuple[ServerThread, CuttingProxy], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, proxy = proxied
+    states = States()
+
+    def raises(state: ConnectionState) -> None:
+        states(state)
+        raise ZeroDivisionError
+
+    client = connect(proxy.endpoint, token=server.token, session_grace=PATIENCE, on_state=raises)
+    proxy.cut_now()
+    states.wait_for(ConnectionState.CONNECTED)
+    client.set("k", "v")
+    client.close()
+    seen = [ConnectionState.SUSPENDED, ConnectionState.CONNECTED, ConnectionState.CLOSED]
+    assert states.seen == seen
+    assert caplog.text.count("on_state of a store client fails") == len(seen)
+
+
 def test_a_server_that_is_gone_for_longer_than_the_grace_loses_the_session() -> None:
     token = make_token()
     states = States()
@@ -429,7 +532,7 @@ def test_the_error_of_a_timed_out_call_has_its_possible_effect() -> None:
     with start_server(token=token) as server:
         client = connect(server.endpoint, token=token, session_grace=PATIENCE)
         client.set("k", "v")
-        client.set_timeout(0.3)
+        client.set_timeout(0.299876)
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with pytest.raises(StoreTimeout) as sent:
@@ -439,6 +542,7 @@ def test_the_error_of_a_timed_out_call_has_its_possible_effect() -> None:
         finally:
             os.kill(server.pid, signal.SIGCONT)
         assert (sent.value.applied, read.value.applied) == ("unknown", "no")
+        assert "timed out after 0.3 s: no answer" in str(read.value)
         client.set_timeout(PATIENCE)
         client.set("k", "w")
         assert client.get("n") == b"1"

@@ -53,6 +53,23 @@ def test_a_wait_for_keys_of_one_multi_set_ends_once() -> None:
     assert parked.answer == [b"1", b"2"]
 
 
+def test_a_wait_for_many_keys_costs_no_search_from_the_first_key_for_each() -> None:
+    searched = 0
+
+    class Key(str):
+        def __hash__(self) -> int:
+            nonlocal searched
+            searched += 1
+            return super().__hash__()
+
+    space, names = KeySpace(), [f"rank {rank}" for rank in range(1000)]
+    parked = space.park(Query("wait", tuple(map(Key, names))))
+    for name in names:
+        space.set(name, b"1")
+    assert space.take_woken() == [parked]
+    assert searched < 20 * len(names)
+
+
 def test_a_multi_set_that_breaks_a_limit_changes_nothing() -> None:
     space = KeySpace(Limits(keys=2))
     with pytest.raises(StoreLimitError, match=r"Limits\.keys"):

@@ -191,3 +191,16 @@ def test_a_server_without_its_starter_still_refuses_strangers(started: Started) 
                 connect(started.endpoint, token=make_token(), timeout=PATIENCE)
         client.set("k", "v")
         assert client.get("k") == b"v"
+
+
+def test_a_client_that_visits_does_not_keep_the_server(started: Started) -> None:
+    with (
+        started.connect() as stays,
+        connect(started.endpoint, token=TOKEN, timeout=PATIENCE, visits=True) as visitor,
+    ):
+        started.kill()
+        stays.set("k", "v")
+        assert visitor.get("k") == b"v"
+        assert started.server_runs()
+        stays.close()
+        assert ends(started.server)

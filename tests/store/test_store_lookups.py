@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from regrow.store import StoreError, StoreTimeout, connect
+from regrow.store import StoreConnectionError, StoreError, StoreTimeout, connect
+from regrow.utils import PortReservation
 
 
 class SlowNames:
@@ -49,3 +51,20 @@ def test_a_client_learns_that_a_name_does_not_exist(names: SlowNames) -> None:
     names.answers.set()
     with pytest.raises(StoreError, match="Name or service not known"):
         connect("slow.test:29400", token=b"t" * 32, timeout=5.0, refusal_is_final=True)
+
+
+def test_a_timeout_of_two_months_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regrow.store.client.connecting.WARN_AFTER_S", 1e9)
+    with PortReservation("127.0.0.1") as port, pytest.raises(StoreError, match="refused"):
+        connect(
+            f"localhost:{port.port}",
+            token=b"t" * 32,
+            timeout=timedelta(days=60),
+            refusal_is_final=True,
+        )
+
+
+@pytest.mark.parametrize("host", ["node..cluster", "n" * 64 + ".cluster", "node\0", "."])
+def test_a_text_that_is_no_name_is_an_error_of_the_connection(host: str) -> None:
+    with pytest.raises(StoreConnectionError, match="the store at"):
+        connect(f"{host}:29400", token=b"t" * 32, timeout=0.05, refusal_is_final=True)

@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 
 import pytest
 
 from helpers.descriptors import open_files
-from helpers.processes import GROUP_SIGNALS, children_of, ends
+from helpers.processes import GROUP_SIGNALS, children_of, ends, wait_until
 from helpers.stores.storing import PATIENCE, Background
 from regrow.store import (
     ServerProcess,
@@ -193,6 +195,33 @@ def test_the_descriptors_of_a_server_are_given_back() -> None:
         connect(server.endpoint, token=token).close()
         server.close()
     assert open_files() <= before
+
+
+def test_a_child_that_is_forked_while_a_server_is_closed_closes_no_other_file() -> None:
+    """The closed descriptor's number may be that of another file by then."""
+    token = make_token()
+    server = start_server(token=token, linger=True)
+    client = connect(server.endpoint, token=token)
+    pipes = {file for file in open_files() if file[1].startswith("pipe:")}
+    closing = Background(server.close, wait=PATIENCE)  # waits for the client
+    wait_until(lambda: bool(pipes - open_files()), "the server is told")
+    ((number, _),) = pipes - open_files()
+    other = fcntl(0, F_DUPFD_CLOEXEC, int(number))
+    with warnings.catch_warnings():  # newer Pythons warn about such forks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.fstat(other)
+            code = 0
+        finally:
+            os._exit(code)
+    assert other == int(number)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(other)
+    client.close()
+    closing.result()
 
 
 STARTER_WITHOUT_DESCRIPTORS = """

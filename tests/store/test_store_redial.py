@@ -107,6 +107,23 @@ def test_a_server_that_forgot_the_session_has_ended_it() -> None:
     assert dialer.closed
 
 
+def test_a_refusal_ends_a_session_only_where_another_server_may_have_taken_over() -> None:
+    others: list[str] = []
+    dialer = FakeDialer(refused(), StoreTimeout("slow"), refused(), refused())
+
+    def dial() -> Greeted:
+        now = time.monotonic()
+        return dial_again(cast("Dialer", dialer), b"mine", 1e6, now, lambda: bool(others))
+
+    assert dial().welcome.session == b"mine"
+    assert len(dialer.pauses) == 4
+    others.append("host:2")
+    dialer.failures = [StoreTimeout("slow"), StoreConnectionError("reset"), refused(), refused()]
+    with pytest.raises(StoreSessionLost, match="Connection refused"):
+        dial()
+    assert len(dialer.failures) == 1
+
+
 def test_a_session_is_lost_when_its_grace_is_over() -> None:
     with pytest.raises(StoreSessionLost, match="after 0 s of grace: the connection was lost"):
         again(FakeDialer(), grace=0)

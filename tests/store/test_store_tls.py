@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from helpers.certificates import self_signed
-from helpers.stores.storing import PATIENCE, Background
+from helpers.processes import wait_until
+from helpers.stores.storing import PATIENCE, Background, ServerThread
 from regrow.store import (
+    Limits,
     StoreAuthError,
     StoreConnectionError,
     StoreError,
@@ -20,6 +25,7 @@ from regrow.store import (
     make_token,
     start_server,
 )
+from regrow.utils import ready
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
@@ -51,6 +57,26 @@ def test_calls_go_through_tls_also_large_and_concurrent_ones(certificate: Tls) -
         assert client.get("n") == b"400"
         client.set("late", "v")
         assert blocked.result() == b"v"
+
+
+def test_many_connections_that_do_not_agree_on_tls_do_not_keep_out_one_with_the_token(
+    certificate: Tls, serve: Callable[..., ServerThread]
+) -> None:
+    server = serve(limits=Limits(handshakes=4), tls=certificate)
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(20)
+        ]
+        wait_until(
+            lambda: len(ready([sock.fileno() for sock in silent], 0)) == 16,
+            "the oldest ones are closed",
+        )
+        server.logged("too many connections are in their handshake")
+        tls = Tls(cafile=certificate.certfile)
+        with server.connect(tls=tls) as client, server.connect(tls=tls) as other:
+            client.set("k", "v")
+            assert other.get("k") == b"v"
 
 
 def test_a_certificate_of_an_unknown_authority_is_refused(certificate: Tls) -> None:

@@ -71,10 +71,13 @@ def test_a_watch_follows_a_job_through_a_restart(job: WrittenJob, tmp_path: Path
     job.step(0, 20)
     assert follows.snapshot().step == 20
     job.fail(1, "RuntimeError: loss is NaN")
+    assert follows.snapshot().state == "stopping"
     assert [rank.state for rank in follows.snapshot().ranks] == ["stopped", "failed"]
     assert follows.snapshot().step == 20
     job.emit("job.restarting", restart_count=1, restarts_left=2, delay_s=0, reason="failed")
     assert (follows.snapshot().state, follows.snapshot().restarts_left) == ("restarting", 2)
+    job.emit("attempt.ended", state="STOPPED", reason="stopped")
+    assert follows.snapshot().state == "restarting", "while the next round forms"
     job.start()
     job.step(0, 12, first=11)
     job.emit("worker.first_step", rank=0, local_rank=0, step=11, step_monotonic=job.begun)
@@ -84,7 +87,7 @@ def test_a_watch_follows_a_job_through_a_restart(job: WrittenJob, tmp_path: Path
     assert (restart.rung, restart.cause, restart.rank) == (3, "exception", 1)
     assert [name for name, _ in restart.phases] == ["detected", "restarted", "first step"]
     assert restart.lost_steps == found.lost_steps == 10
-    assert "loss is NaN" in restart.traceback
+    assert "loss is NaN" in restart.what
     follows.close()
 
 
@@ -114,6 +117,17 @@ def test_a_log_of_another_host_without_an_end_may_be_of_a_running_job(tmp_path: 
     assert (found.state, found.is_over, found.nodes[0].alive) == ("running", False, None)
     assert found.step is None  # its page is out of reach
     job.close()
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "STOPPED", "SIGNALED", "ERROR"])
+def test_an_agent_that_recorded_its_end_was_not_killed(
+    job: WrittenJob, tmp_path: Path, state: str
+) -> None:
+    job.start()
+    job.end("SUCCEEDED")
+    job.finish(state)
+    found = seen(tmp_path)
+    assert (found.state, found.nodes[0].state, found.is_over) == (*[state.lower()] * 2, True)
 
 
 def test_a_finished_job_keeps_its_last_steps(job: WrittenJob, tmp_path: Path) -> None:

@@ -72,9 +72,32 @@ def test_a_small_terminal_shows_the_ranks_that_need_attention(
     assert "more: " in text
 
 
+def test_a_job_that_is_over_ran_and_repeats_no_state(tmp_path: Path) -> None:
+    written = WrittenJob(tmp_path)
+    written.start()
+    written.end("SUCCEEDED", "succeeded")
+    written.finish("SUCCEEDED", reason="succeeded")
+    head = shown(tmp_path, None).partition("node ")[0].splitlines()
+    assert head[0].endswith("train.py job  succeeded")
+    assert [line[:7] for line in head[1:] if line] == ["ran for"]
+
+
 def test_a_text_of_a_job_is_no_markup(job: WrittenJob, tmp_path: Path) -> None:
     job.fail(1, "[bold]ValueError[/nothing]")
-    assert "[bold]ValueError[/nothing]" in shown(tmp_path, None)
+    WrittenJob(tmp_path, [512], host="[red]node1[/nothing]")
+    text = shown(tmp_path, None)
+    assert "[bold]ValueError[/nothing]" in text
+    assert "[red]node1[/nothing]" in text
+
+
+def test_the_ranks_that_are_not_shown_are_counted(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, 2)
+    job.start(world_size=4)
+    hint = "without 2 ranks of other hosts: give their log directories or --rdzv-endpoint"
+    assert hint in shown(tmp_path, None)
+    job.start(world_size=2)
+    assert "of other hosts" not in shown(tmp_path, None)
+    job.close()
 
 
 def test_a_terminal_is_redrawn_until_ctrl_c(job: WrittenJob, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands of docs/guides/watching.md that show a job."""
+"""The commands of docs/guides/watching.md that show a job on this host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_command_for_the_terminal_shows_the_job(folder: Path) -> None:
-    (command,) = (c for c in commands(PAGE) if c.startswith("regrow top"))
+    command = next(c for c in commands(PAGE) if c.startswith("regrow top"))
     ended = typed(command, folder)
     assert ended.code == 0, ended.output
     assert "train.py" in ended.output
@@ -31,7 +31,7 @@ def test_the_command_for_the_terminal_shows_the_job(folder: Path) -> None:
 
 
 def test_the_command_for_the_browser_prints_an_address(folder: Path) -> None:
-    (command,) = (c for c in commands(PAGE) if c.startswith("regrow web"))
+    command = next(c for c in commands(PAGE) if c.startswith("regrow web"))
     words = [sys.executable, "-m", *command.split()]
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.jobs.e2e_job import Job
+from helpers.processes import alive, children_of
 from helpers.views.served import Served, served
 from helpers.views.written_job import WrittenJob
 
@@ -64,18 +65,13 @@ def open_page(browser: Any) -> Iterator[Any]:
     assert [text for text in logged if "net::ERR_" not in text] == []
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[WrittenJob]:
-    written = WrittenJob(tmp_path, 4)
-    written.start()
-    yield written
-    written.close()
-
-
-@pytest.fixture
-def web(job: WrittenJob, tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path) as process:
-        yield process
+def browser_processes() -> list[int]:
+    """Return all processes of the browser."""
+    below = [os.getpid()]
+    for pid in below:
+        below += children_of(pid)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below if alive(pid)}
+    return [pid for pid, command in commands.items() if b"chromium" in command.split(b"\0")[0]]
 
 
 def the_job(page: Any) -> Any:
@@ -102,9 +98,19 @@ def test_the_list_leads_to_a_job_with_all_its_parts(
     assert (fact(page, "state"), fact(page, "step")) == ("running", "1,234")
     assert page.locator("#ranks .rank").count() == 4
     assert page.locator("#timeline rect.run").count() == 1
-    assert "None." in page.locator("#failures").inner_text()
+    page.wait_for_selector("#failures >> text=None.")
     assert "train.py" in page.locator("#story pre").inner_text()
     assert page.title() == "train.py - regrow"
+
+
+def test_the_ranks_that_are_not_shown_are_counted(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    job.start(world_size=6)
+    page = the_job(open_page(web.url))
+    page.wait_for_selector("#ranks >> text=Without 2 ranks of other hosts")
+    job.start(world_size=4)
+    page.wait_for_selector("#ranks >> text=of other hosts", state="hidden")
 
 
 def test_a_step_is_shown_within_a_second(open_page: Any, web: Served, job: WrittenJob) -> None:
@@ -138,8 +144,75 @@ def test_a_page_follows_a_restart(open_page: Any, web: Served, job: WrittenJob) 
     page.wait_for_selector("#logs pre >> text=after")
     assert "before" not in page.locator("#logs pre").inner_text()
     assert fact(page, "attempt") == "1"
+    assert "is running with 1 restart" in page.locator("#story pre").inner_text()
     page.wait_for_selector("#timeline rect.end-bad")
     page.wait_for_selector("#timeline line.mark", state="attached")  # a line has no area
+
+
+def test_a_failure_is_explained_with_its_timeline_and_cost(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    job.fail(1, "ValueError: one")
+    job.emit("job.restarting", restart_count=1, restarts_left=2, delay_s=0, reason="failed")
+    job.start()
+    job.step(0, 5)
+    page = the_job(open_page(web.url))
+    page.wait_for_selector("#failures summary >> text=ValueError: one")
+    shown = page.locator("#failures details")
+    for part in ("Evidence", "What regrow did", "not rung 1", "Timeline", "Cost"):
+        assert part in shown.inner_text()
+    picture = shown.locator("img.timeline")
+    assert "detection" in picture.get_attribute("alt")
+    page.wait_for_function("document.querySelector('#failures img').naturalWidth > 0")
+    # What the reader closes stays closed when further events arrive, and a new failure is open.
+    page.click("#failures summary")
+    job.fail(0, "ValueError: two")
+    page.wait_for_selector("#failures details[open] summary >> text=ValueError: two")
+    assert page.locator("#failures details").count() == 2
+    assert page.locator("#failures details[open]").count() == 1
+
+
+ASKS_OFTEN = """async () => {
+  const { accountPanel } = await import("/account.js");
+  const found = { ledger: null, explanations: [], left_out: 0, is_current: false };
+  let asked = 0;
+  window.fetch = async () => (asked++, { ok: true, json: async () => found });
+  const waits = [];
+  window.setTimeout = (then) => waits.push(then);
+  const panel = accountPanel("key");
+  for (let events = 1; events <= 5; events++) {
+    panel.update({ events });
+    for (let turn = 0; turn < 100; turn++) await null;
+  }
+  return [asked, waits.length];
+}"""
+
+
+def test_an_account_that_is_not_current_is_read_again_once_after_a_pause(
+    open_page: Any, web: Served
+) -> None:
+    assert open_page(web.url).evaluate(ASKS_OFTEN) == [1, 1]
+
+
+def test_the_ledger_is_a_chart_with_all_buckets(open_page: Any, tmp_path: Path) -> None:
+    job = Job(tmp_path, "import regrow\nfor n in range(9): regrow.step(n)\n", [], {})
+    assert job.finish() == 0
+    job.close()
+    with served(job.log_dir) as web:
+        page = the_job(open_page(web.url))
+        page.wait_for_selector("#ledger table")
+        text = page.locator("#ledger").inner_text()
+        for part in (
+            "goodput = productive",
+            "effective training time",
+            "unknown",
+            "startup: script",
+        ):
+            assert part in text
+        rows = page.locator("#ledger tbody tr").count()
+        assert page.locator("#ledger svg rect").count() == rows
+        shares = page.locator("#ledger tbody td:nth-child(3)").all_inner_texts()
+        assert abs(sum(float(share.split()[0]) for share in shares) - 100) < 0.1 * rows
 
 
 def test_512_ranks_are_shown_and_moved_through_with_the_keys(
@@ -251,7 +324,8 @@ def test_a_text_of_a_job_is_never_read_as_html(
     page = the_job(open_page(web.url))
     page.wait_for_selector("#logs pre >> text=onerror")
     page.wait_for_selector("#failures >> text=onerror >> nth=0")
-    assert page.locator("img").count() == 0
+    assert page.locator("img:not(.timeline), script:not([src])").count() == 0
+    page.wait_for_function("document.querySelector('img.timeline').naturalWidth > 0")
 
 
 def test_the_logs_of_a_finished_and_of_a_killed_job(open_page: Any, tmp_path: Path) -> None:
@@ -305,6 +379,38 @@ def test_a_real_job_is_followed_through_a_kill_of_a_worker(open_page: Any, tmp_p
             page.wait_for_selector("#ranks .rank:not(.none)")
             page.wait_for_selector("#logs pre >> text=rank 0 attempt 0 step")
             os.kill(started["pids"]["1"], signal.SIGKILL)
+            page.wait_for_selector("#failures >> text=SIGKILL >> nth=0")
+            page.wait_for_selector("#logs pre >> text=rank 0 attempt 1 step")
+            assert fact(page, "attempt") == "1"
+            job.signal(signal.SIGTERM)
+            page.wait_for_selector("#overview >> text=signaled >> nth=0")
+        job.finish()
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("stopped", ["browser", "web"])
+def test_a_job_goes_on_while_its_view_is_stopped(
+    open_page: Any, tmp_path: Path, stopped: str
+) -> None:
+    flags = ["--nproc-per-node", "2", "--max-restarts", "1", "--redirects", "3"]
+    job = Job(tmp_path, TRAIN, flags, {})
+    try:
+        started = job.await_event("attempt.started")
+        with served(job.log_dir) as web:
+            page = the_job(open_page(web.url))
+            page.wait_for_selector("#ranks .rank:not(.none)")
+            views = browser_processes() if stopped == "browser" else [web.process.pid]
+            assert views
+            for pid in views:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                os.kill(started["pids"]["1"], signal.SIGKILL)
+                job.await_event("attempt.started", lambda event: event["attempt"] == 1)
+                job.await_event("worker.first_step", lambda event: event["attempt"] == 1)
+            finally:
+                for pid in views:
+                    os.kill(pid, signal.SIGCONT)
             page.wait_for_selector("#failures >> text=SIGKILL >> nth=0")
             page.wait_for_selector("#logs pre >> text=rank 0 attempt 1 step")
             assert fact(page, "attempt") == "1"

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.processes import PATIENCE
 from helpers.views.served import Served, messages, served
 from helpers.views.written_job import WrittenJob
+from regrow.views import snapshot
+from regrow.views.job_snapshot import Source
+from regrow.views.web.app import MOST_ATTEMPTS, as_data
 from regrow.views.web.server import MOST_CONNECTIONS
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[WrittenJob]:
-    written = WrittenJob(tmp_path)
-    written.start()
-    yield written
-    written.close()
-
-
-@pytest.fixture
-def web(job: WrittenJob, tmp_path: Path) -> Iterator[Served]:
-    with served(tmp_path) as process:
-        yield process
 
 
 def test_data_needs_the_token_and_the_files_of_the_page_do_not(web: Served) -> None:
@@ -71,6 +62,7 @@ def test_nothing_can_be_changed(web: Served, method: str) -> None:
         "/api/jobs/KEY/logs/0/../0/0/stdout/live",
         "/api/jobs/KEY/logs/0/-1/0/stdout/live",
         "/api/jobs/KEY/logs/9/0/0/stdout/live",
+        f"/api/jobs/KEY/logs/0/{'9' * 5000}/0/stdout/live",
         "/api/jobs/KEY/logs/0/0/0/events/live",
         "/api/jobs/..%2f..%2f/live",
     ],
@@ -81,6 +73,14 @@ def test_no_path_leads_out_of_the_logs(web: Served, path: str) -> None:
     assert b"root:" not in response.read()
 
 
+def test_the_name_of_a_script_may_be_no_utf_8(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    log, name = job.directory / "events.jsonl", os.fsdecode(b"caf\xe9.py")
+    log.write_text(json.dumps(json.loads(log.read_text()) | {"command": [name]}) + "\n")
+    with served(tmp_path) as web:
+        assert [each["script"] for each in web.data("jobs")] == [name]
+
+
 def test_a_job_and_its_changes_are_sent(web: Served, job: WrittenJob) -> None:
     stream = messages(web.request(f"/api/jobs/{web.job()}/live"))
     first = next(stream)
@@ -89,6 +89,20 @@ def test_a_job_and_its_changes_are_sent(web: Served, job: WrittenJob) -> None:
     assert any(each["step"] == 42 for each in stream)
     job.fail(1, "ValueError: no")
     assert any(each["restarts"] for each in stream)
+
+
+def test_of_thousands_of_attempts_a_page_gets_the_latest() -> None:
+    def started(number: int, node: int) -> dict[str, Any]:
+        at, name = 2.0 * number + node, "regrow.attempt.started"
+        return {"name": name, "time": at, "attempt": number, "ranks": [node], "world_size": 2}
+
+    numbers = range(MOST_ATTEMPTS)
+    logs = [[started(number, node) for number in numbers] for node in range(2)]
+    sources = [Source(name="node", events=each, alive=True, now=None) for each in logs]
+    found = snapshot(sources)
+    assert len(found.attempts) == 2 * MOST_ATTEMPTS
+    shown = as_data(found)["attempts"]
+    assert [each["number"] for each in shown] == [*numbers[MOST_ATTEMPTS // 2 :]] * 2
 
 
 def test_a_log_is_followed(web: Served, job: WrittenJob) -> None:

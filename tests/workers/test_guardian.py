@@ -25,7 +25,7 @@ from helpers.processes import (
     wait_until,
 )
 from regrow.workers import Guardian
-from regrow.workers.guardian import client, procfs
+from regrow.workers.guardian import procfs, starting
 from regrow.workers.guardian.client import WorkerSetup
 from regrow.workers.guardian.events import (
     Exited,
@@ -763,8 +763,8 @@ def test_a_worker_that_ended_before_a_stop_was_not_stopped(guardian: Guardian) -
 
 
 def test_the_guardian_loads_no_more_than_it_needs(tmp_path: Path) -> None:
-    package = os.path.dirname(client.__file__)
-    code = client.BOOTSTRAP.replace("import main;main()", "import main")
+    package = os.path.dirname(starting.__file__)
+    code = starting.BOOTSTRAP.replace("import main;main()", "import main")
     loaded = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"{code};print(*sys.modules)", package],
         capture_output=True,
@@ -775,6 +775,31 @@ def test_the_guardian_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     assert "regrow_guardian.process" in loaded
     heavy = {"regrow", "socket", "typing", "dataclasses", "re", "inspect", "json", "logging"}
     assert not heavy & set(loaded)
+
+
+def test_the_first_handle_takes_the_guardian_that_was_started_early() -> None:
+    others = set(children_of(os.getpid()))
+    starting.start_early()
+    (early,) = set(children_of(os.getpid())) - others
+    first, second = Guardian(), Guardian()
+    try:
+        _, started, _ = _run(first, "sleep", "1000")
+        assert first.pid == early
+        assert children_of(early) == [started.pid]
+        second.start()
+        assert second.pid not in (None, early)
+    finally:
+        assert first.close(30)
+        assert second.close(30)
+
+
+def test_an_early_guardian_that_no_handle_took_ends() -> None:
+    others = set(children_of(os.getpid()))
+    starting.start_early()
+    (early,) = set(children_of(os.getpid())) - others
+    starting.end_early()
+    assert os.waitpid(early, 0) == (early, 0)
+    assert starting.take_early() is None
 
 
 def _state(pid: int) -> str:

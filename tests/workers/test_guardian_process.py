@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import regrow.workers
 from regrow.workers.guardian.process import save_logs
 from regrow.workers.guardian.spawn import Program
 
@@ -51,3 +54,16 @@ def test_a_log_that_cannot_be_saved_does_not_prevent_the_others(
     assert "cannot save a log: [Errno 2]" in capfd.readouterr().err
     for fd in (one, writer, other, other_writer):
         os.close(fd)
+
+
+@pytest.mark.parametrize("program", ["guardian.process", "logs.relay_process"])
+def test_a_helper_starts_with_few_modules(program: str) -> None:
+    """The first worker waits for the guardian, and both take a core from the workers' start."""
+    code = (
+        "import sys; workers = type(sys)('workers'); workers.__path__ = [sys.argv[1]];"
+        f"sys.modules['workers'] = workers; import workers.{program}; print(*sys.modules)"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, *regrow.workers.__path__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    slow = {"collections", "enum", "functools", "regrow", "signal", "socket", "typing"}
+    assert slow & set(done.stdout.split()) == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -129,3 +130,52 @@ def test_a_long_message_still_gives_an_error_file_that_the_agent_reads(tmp_path:
     failure = run(tmp_path, "raise ValueError('x' * 10_000_000)")
     assert failure is not None
     assert failure.summary.startswith("ValueError: xxx")
+
+
+HANDLED = """\
+import code, os, sys, threading
+def report():
+    try:
+        1 / 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+"""
+
+
+@pytest.mark.parametrize("imports", ["", "import regrow\n"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "report()",
+        "code.InteractiveInterpreter().runsource('1 / 0')",
+        "thread = threading.Thread(target=report); thread.start(); thread.join()",
+    ],
+)
+def test_an_exception_that_is_reported_and_handled_is_not_the_cause(
+    tmp_path: Path, call: str, imports: str
+) -> None:
+    failure = run(tmp_path, f"{imports}{HANDLED}{call}\nsys.exit(3)\n")
+    assert failure is not None
+    assert (failure.exitcode, failure.has_error_file) == (3, False)
+    failure = run(tmp_path, f"{imports}{HANDLED}{call}\nraise KeyError('real')\n")
+    assert failure is not None
+    assert failure.summary == "KeyError: 'real'"
+
+
+@pytest.mark.parametrize("flags", [["-m", "s"], ["-c", "import s"]])
+def test_an_exception_of_a_module_is_recorded(
+    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hook = "import sys\nbefore = sys.excepthook\nsys.excepthook = lambda *error: before(*error)\n"
+    failure = run(tmp_path, f"{hook}raise KeyError('real')\n", None, *flags)
+    assert failure is not None
+    assert failure.summary == "KeyError: 'real'"
+
+
+def test_the_import_of_regrow_in_a_worker_loads_no_threading() -> None:
+    names = ("regrow._uncaught", "threading")
+    program = f"import sys, regrow; print(*(name in sys.modules for name in {names}))"
+    command = f'REGROW_WORKER_PID=$$ exec {sys.executable} -c "{program}"'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "True False\n"

@@ -8,13 +8,17 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.workers import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from regrow.workers.logs.specs import of_rank
 
 Envs = dict[int, dict[str, str]]
 
@@ -258,3 +262,10 @@ def test_without_any_disk_at_a_restart_output_goes_to_the_console(
     assert environment[0]["TORCHELASTIC_ERROR_FILE"] == ""
     (warning,) = caplog.messages
     assert "console only" in warning
+
+
+def test_the_destinations_of_a_plug_in_for_torch_may_lack_what_torch_lacks() -> None:
+    ours = asdict(LogsDest(stderrs={0: "a", 1: "b"}))
+    of_torch = {name: value for name, value in ours.items() if name != "keeps_stderr"}
+    found = of_rank(cast("LogsDest", SimpleNamespace(**of_torch)), 1)
+    assert found == LogsDest(stderrs={1: "b"})

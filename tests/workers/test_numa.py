@@ -11,7 +11,7 @@ import pytest
 
 from helpers.workers import functions as work
 from regrow.workers import AffinityMode, NumaOptions, Std, numa, start_processes
-from regrow.workers.numa import Host, choose_cpus
+from regrow.workers.numa import CpuTopology, choose_cpus
 
 NODE, SOCKET, EXCLUSIVE, COMPLEX = (
     AffinityMode.NODE,
@@ -21,7 +21,7 @@ NODE, SOCKET, EXCLUSIVE, COMPLEX = (
 )
 
 
-def _host(gpus: Sequence[int] = (0, 0, 1, 3)) -> Host:
+def _host(gpus: Sequence[int] = (0, 0, 1, 3)) -> CpuTopology:
     """Two sockets of two nodes each; four cores of two CPUs a node, two cores a cache.
 
     CPU n and CPU n + 16 are one core, as kernels number them.
@@ -29,7 +29,7 @@ def _host(gpus: Sequence[int] = (0, 0, 1, 3)) -> Host:
     nodes = {node: [*range(4 * node, 4 * node + 4), *range(4 * node + 16, 4 * node + 20)]
              for node in range(4)}  # fmt: skip
     cpus = [cpu for each in nodes.values() for cpu in each]
-    return Host(
+    return CpuTopology(
         nodes=nodes,
         sockets={cpu: (cpu % 16) // 8 for cpu in cpus},
         cores={cpu: (cpu % 16, cpu % 16 + 16) for cpu in cpus},
@@ -140,7 +140,7 @@ def test_a_host_is_read_from_sysfs(tmp_path: Path) -> None:
             },
         )
     host = numa.read_host(str(tmp_path), allowed={0, 2, 3})
-    assert host == Host(
+    assert host == CpuTopology(
         nodes={0: [0], 1: [2, 3]},
         sockets={0: 0, 2: 1, 3: 1},
         cores={0: (0,), 2: (2,), 3: (3,)},
@@ -179,7 +179,9 @@ def test_a_function_runs_on_the_cpus_chosen(
 ) -> None:
     cpu = min(os.sched_getaffinity(0))
     monkeypatch.setattr(
-        numa, "read_host", lambda: Host({0: [cpu]}, {cpu: 0}, {cpu: (cpu,)}, {cpu: (cpu,)}, ())
+        numa,
+        "read_host",
+        lambda: CpuTopology({0: [cpu]}, {cpu: 0}, {cpu: (cpu,)}, {cpu: (cpu,)}, ()),
     )
     context = start_processes(
         "test",

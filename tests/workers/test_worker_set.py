@@ -21,7 +21,7 @@ from regrow.workers.guardian.events import (
     Started,
     Suspended,
 )
-from regrow.workers.worker_set import Launcher, WorkerSet
+from regrow.workers.worker_set import Launcher, Overdue, WorkerSet
 
 GRACE = 7.0
 DEADLINE = pytest.approx(GRACE, abs=5.0)
@@ -100,6 +100,47 @@ def test_a_failure_stops_all_workers_once_after_a_notice_to_the_launcher() -> No
     assert workers.exit(2, 3) == "exited"
     assert workers.launcher.calls == ["stopping"]
     assert workers.set.group.failed == (1, 2)
+
+
+def test_the_workers_that_sigkill_ended_after_their_grace_are_known() -> None:
+    workers = Workers()
+    workers.exit(1, 3)
+    over = workers.set.deadline
+    workers.set.handle(0, Exited(NUMBERS[0], -signal.SIGKILL, True, over + 0.1))
+    workers.set.handle(2, Exited(NUMBERS[2], -signal.SIGKILL, True, over - 0.1))
+    for rank in range(3):
+        workers.set.handle(rank, Gone(NUMBERS[rank], 1, 0, over + (0.2 if rank == 0 else -0.1)))
+    assert workers.set.overdue == Overdue(killed=frozenset({0}))
+
+
+def test_the_workers_whose_descendants_outlived_the_grace_are_known() -> None:
+    workers = Workers()
+    workers.exit(1, 3)
+    over = workers.set.deadline
+    workers.set.handle(0, Exited(NUMBERS[0], -signal.SIGTERM, True, over - 5))
+    workers.set.handle(0, Gone(NUMBERS[0], 2, 0, over + 0.1))
+    workers.set.handle(1, Gone(NUMBERS[1], 0, 0, over + 0.1))
+    assert workers.set.overdue == Overdue(killed_descendants=frozenset({0}))
+
+
+def test_workers_that_are_killed_at_once_have_outlived_no_grace() -> None:
+    workers = Workers()
+    workers.set.close(signal.SIGKILL, 0.0)
+    workers.set.handle(0, Exited(NUMBERS[0], -signal.SIGKILL, True, workers.set.deadline + 0.1))
+    workers.set.handle(0, Gone(NUMBERS[0], 1, 0, workers.set.deadline + 0.1))
+    assert workers.set.overdue == Overdue()
+
+
+def test_workers_that_outlived_a_grace_that_became_shorter_are_known() -> None:
+    workers = Workers()
+    workers.set.close(signal.SIGTERM, 30.0)
+    first = workers.set.deadline
+    workers.set.hurry(5.0)
+    assert first - workers.set.deadline == pytest.approx(25, abs=1)
+    workers.set.handle(0, Exited(NUMBERS[0], -signal.SIGKILL, True, workers.set.deadline + 0.1))
+    assert workers.set.overdue == Overdue(killed=frozenset({0}))
+    workers.set.hurry(60.0)
+    assert workers.set.deadline < first
 
 
 def test_a_success_stops_no_worker() -> None:

@@ -46,6 +46,7 @@ from regrow.agent.decisions.events import Signaled
 from regrow.agent.features.early_stop import EarlyStop
 from regrow.agent.features.heartbeats import Heartbeats
 from regrow.agent.features.last_words import LastWords
+from regrow.agent.features.live_reports import LiveReports
 from regrow.agent.features.out_of_memory import OutOfMemory
 from regrow.agent.features.state_d import UninterruptibleSleepers, timeout_from_environment
 from regrow.agent.inbox import Inbox, Operations, signals_into
@@ -53,7 +54,7 @@ from regrow.agent.job import Job
 from regrow.agent.loop import Loop
 from regrow.events import Event, EventSource
 from regrow.metrics import prof
-from regrow.rendezvous import RendezvousGracefulExitError, adapted
+from regrow.rendezvous import JOB_STOPS, RendezvousGracefulExitError, adapted
 from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, restart_grace, split_signals
 from regrow.workers import DefaultLogsSpecs, PContext, SignalException, Std
 from regrow.workers.logs.follower import console
@@ -118,6 +119,9 @@ class SimpleElasticAgent(ElasticAgent):
         self._regrow.inbox.put(Signaled(signum))
 
     def _why_stopped_early(self) -> str:
+        return ""
+
+    def _asked_to_stop_by(self) -> str:
         return ""
 
     # --- attributes of torch's agent that subclasses use
@@ -260,14 +264,19 @@ class SimpleElasticAgent(ElasticAgent):
             self.stopped_early = why = self._why_stopped_early()
             if why:
                 recorder.job_stopped_early(why, start)
-                handler.leave(f"all ranks stopped early, by {why}")
+                handler.leave(f"{JOB_STOPS}{why}")
                 return result
             recorder.job_finished(result, start)
             return result
         except RendezvousGracefulExitError as error:
             logger.info("Rendezvous gracefully exited: %s", error)
             result = RunResult(State.STOPPED)
-            recorder.job_finished(result, start)
+            if error.stopped_by:
+                self.stopped_early = error.stopped_by
+                recorder.job_stopped_early(error.stopped_by, start, stood_by=True)
+                handler.leave("it stood by, and the job is stopped")
+            else:
+                recorder.job_finished(result, start)
             return result
         except (SignalException, KeyboardInterrupt) as error:
             # Ctrl-C is a KeyboardInterrupt if the signals to handle are without SIGINT.
@@ -275,8 +284,13 @@ class SimpleElasticAgent(ElasticAgent):
             # First, because this event decides whether this agent still prints for the job.
             recorder.emit("regrow.job.stopping", signal=death_sig.name)
             logger.warning("received %s; the workers are being stopped", death_sig.name)
-            why = f"its agent got {death_sig.name}"
-            handler.leaving(why, full_grace=True)
+            asked_by = self._asked_to_stop_by()
+            why = f"{JOB_STOPS}{asked_by}" if asked_by else f"its agent got {death_sig.name}"
+            # If only this node leaves, workers of others that can go on need not be ended for it.
+            # A handler of a user may not know that argument.
+            only_this = not asked_by and attempt.others_would_go_on()
+            until_left = {"until_left": True} if only_this else {}
+            handler.leaving(why, full_grace=True, **until_left)
             handler.interrupt()
             self._shut_down(death_sig, signals=1)
             handler.leave(why)
@@ -469,7 +483,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._regrow_stop = EarlyStop(common, min_nodes=min_nodes, time_limit=time_limit)
         self._regrow.on_signal = self._regrow_stop.on_signal
         common.features += [workers, workers.replacements, OutOfMemory(), LastWords()]
-        common.features.append(self._regrow_stop)
+        common.features += [self._regrow_stop, LiveReports(common, lambda: workers.reports)]
         cores = len(os.sched_getaffinity(0))
         if preload:
             from regrow.agent.features.templates import DelayedStart, Templates
@@ -534,6 +548,9 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _why_stopped_early(self) -> str:
         return self._regrow_stop.stopped()
+
+    def _asked_to_stop_by(self) -> str:
+        return self._regrow_stop.asked_by()
 
     def _setup_healthcheck(self) -> AgentHealth | None:
         """Add the health check if there is a server, or a port for one."""

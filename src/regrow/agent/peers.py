@@ -106,6 +106,7 @@ class Peers:
         """Record a report from the rendezvous; return the event for the loop, if any."""
         from regrow.rendezvous import (
             Judged,
+            LeavingAnnounced,
             NodesWaiting,
             RestartSpent,
             RoundClosed,
@@ -135,6 +136,12 @@ class Peers:
                     successors=list(successors),
                     may_lose=may_lose,
                 )
+                return None
+            case LeavingAnnounced(round, node, why):
+                emit("regrow.round.leaving", attempt=round - 1, node=node, why=why)
+                logger.warning("%s; the round goes on until its workers have ended", report)
+                for feature in self._job.features:
+                    feature.on_leaving()
                 return None
             case RoundEnded():
                 failed = bool(report.report)

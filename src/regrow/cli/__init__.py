@@ -2,11 +2,12 @@
 
     regrow run ...              start a training, as torchrun does
     regrow events LOGDIR ...    print the story of a job from the log directories of its hosts
-    regrow goodput RUNS ...     print which share of a job's time was training
+    regrow explain LOGDIR ...   show one failure on one page: cause, evidence, cost
+    regrow goodput LOGDIR ...   print which share of a job's time was training
     regrow stop LOGDIR          ask a running job to stop, so that it can go on later
     regrow token FILE           create the secret that the hosts of a job share
-    regrow top [RUNS]           show a running job in the terminal
-    regrow web [RUNS]           show jobs as a page in a browser
+    regrow top [LOGDIR ...]     show a running job in the terminal
+    regrow web [LOGDIR ...]     show jobs as a page in a browser
 
 Only this file is loaded before the command handles Ctrl-C, so it imports nothing heavy. Its exit
 codes are in `regrow.cli.exit_codes`.
@@ -48,14 +49,15 @@ _NEEDED = "Linux 5.3 or newer is needed, for pidfds (pidfd_open)"
 _HELP = """\
 usage: regrow COMMAND ...
 
-  regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
+  regrow run [flags] SCRIPT ...      start a distributed training on this node, as torchrun does
   regrow events LOGDIR ... [--json]  print the story of a job, from its log directories
-  regrow goodput RUNS ... [--json] print which share of a job's time was training
-  regrow stop LOGDIR               ask a running job to stop; or --rdzv-id and --rdzv-endpoint
-  regrow token FILE                create the secret that the hosts of a job share
-  regrow top [RUNS]                show a running job in the terminal
-  regrow web [RUNS]                show jobs as a page in a browser
-  regrow --version                 print the version
+  regrow explain LOGDIR ... [N]      show one failure on one page: cause, evidence, cost
+  regrow goodput LOGDIR ... [--json] print which share of a job's time was training
+  regrow stop LOGDIR                 ask a running job to stop; or --rdzv-id and --rdzv-endpoint
+  regrow token FILE                  create the secret that the hosts of a job share
+  regrow top [LOGDIR ...]            show a running job in the terminal
+  regrow web [LOGDIR ...]            show jobs as a page in a browser
+  regrow --version                   print the version
 
 `regrow run --help` lists the flags.
 """
@@ -156,13 +158,23 @@ def _dispatch(arguments: list[str]) -> None:
     match command:
         case "run":
             refuse_platform("regrow run")
-            from regrow.run import main as run
+            from regrow.workers.guardian.starting import end_early, start_early
 
-            run(arguments[1:])
+            start_early()
+            try:
+                from regrow.run import main as run
+
+                run(arguments[1:])
+            finally:
+                end_early()
         case "events":
             from regrow.cli.commands.events import main as events
 
             events(arguments[1:])
+        case "explain":
+            from regrow.cli.commands.explain import main as explain
+
+            explain(arguments[1:])
         case "goodput":
             from regrow.cli.commands.goodput import main as goodput
 
@@ -199,13 +211,16 @@ def _dispatch(arguments: list[str]) -> None:
             sys.exit(2)
 
 
+_COMMANDS = ("run", "events", "explain", "goodput", "stop", "token", "top", "web")
+
+
 def _suggestion(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
-    commands = ["run", "events", "goodput", "stop", "token", "top", "web"]
-    close = get_close_matches(arguments[0], commands, 1)
+    close = get_close_matches(arguments[0], _COMMANDS, 1)
     if close:
         return f"; did you mean regrow {close[0]}?"
     if arguments[0].startswith("-") or arguments[0].endswith(".py"):
         return f"; did you mean regrow run {' '.join(arguments[:3])}...?"
-    return "; the commands are run, events, goodput, stop, token, top and web (see regrow --help)"
+    *others, last = _COMMANDS
+    return f"; the commands are {', '.join(others)} and {last} (see regrow --help)"

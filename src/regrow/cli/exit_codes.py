@@ -56,14 +56,17 @@ def outcome(error: BaseException) -> tuple[int, str]:
     if _is(error, "regrow.workers", "ChildFailedError"):
         return FAILED, _with_notes(_child_failed(error), error)
     if isinstance(error, KeyboardInterrupt):
-        return SIGNALED + SIGINT, _with_notes("regrow: stopped by SIGINT", error)
+        return SIGNALED + SIGINT, _story_or("regrow: stopped by SIGINT", error)
     if _is(error, "regrow.workers", "StoppedEarly"):
         why = error.why  # type: ignore[attr-defined]
-        line = f"regrow: all ranks stopped at the same step, by {why}; run the job again to go on"
-        return STOPPED_EARLY, _with_notes(line, error)
+        stopped = f"all ranks stopped at the same step, by {why}"
+        if not error.return_values:  # type: ignore[attr-defined]
+            stopped = f"the job was stopped by {why}, and this host stood by"
+        line = f"regrow: {stopped}; run the job again to go on"
+        return STOPPED_EARLY, _story_or(line, error)
     if _is(error, "regrow.workers", "SignalException"):
         signal = error.sigval  # type: ignore[attr-defined]
-        return SIGNALED + signal, _with_notes(f"regrow: stopped by {signal.name}", error)
+        return SIGNALED + signal, _story_or(f"regrow: stopped by {signal.name}", error)
     if isinstance(error, SystemExit):
         return _of_system_exit(error)
     for name in ("RendezvousConnectionError", "RendezvousTimeoutError"):
@@ -110,6 +113,13 @@ def _described(error: BaseException) -> str:
     text = " ".join(str_of(error).split()) or type(error).__name__
     cause = "" if error.__cause__ is None else str_of(error.__cause__)
     return text if cause in text else f"{text}: {' '.join(cause.split())}"
+
+
+def _story_or(text: str, error: BaseException) -> str:
+    """Return the job's story, whose first line has the facts of `text`; `text` without a story."""
+    notes = getattr(error, "__notes__", ())
+    is_told = notes and getattr(error, BRIEF, None) is None
+    return "\n".join(notes) if is_told else _with_notes(text, error)
 
 
 def _with_notes(text: str, error: BaseException) -> str:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
         short_scope,
     )
     from regrow.events.printing import print_story
+    from regrow.events.story_incidents import clean, duration
+    from regrow.events.story_text import after_report
     from regrow.events.story_types import (
         Expiry,
         Failure,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
         LostNode,
         OtherFailure,
         PlannedRestart,
+        Replacement,
+        ServerEnd,
         StalledProgress,
         StepMark,
         Story,
@@ -93,9 +97,11 @@ __getattr__, __dir__ = lazily(
         "causes": "Cause find_cause",
         "evidence": "STOP_SPREAD_S describe_failure left_for_signal short_scope",
         "printing": "print_story",
+        "story_incidents": "clean duration",
+        "story_text": "after_report",
         "story_types": (
             "Expiry Failure InProcessRestart LostNode OtherFailure PlannedRestart"
-            " StalledProgress StepMark Story Suspension story"
+            " Replacement ServerEnd StalledProgress StepMark Story Suspension story"
         ),
     },
 )

@@ -73,10 +73,13 @@ class _StoryBuilder:
                 attempt.named[name].append(event)
                 if name in (_ENDED, _FIRST_STEP):
                     attempt.steps += evidence.steps(event)
+        self.joined: dict[int | None, list[str]] = defaultdict(list)  # ids of hosts, by attempt
+        for event in self.by_name["regrow.rendezvous.completed"]:
+            self.joined[integer(event, "attempt")] += strings(event, "joined")
         self.expired = self._sorted("regrow.timer.expired")
         self.unexplained_timers = evidence.unexplained(self.expired, self.by_name[_FAILED])
         self.numbers = sorted(self.attempts)
-        self.reports_steps = any(attempt.steps for attempt in self.attempts.values())
+        self.with_steps = [number for number in self.numbers if self.attempts[number].steps]
 
     def _sorted(self, name: str) -> list[Record]:
         """Return the events with this name, sorted by the time at which they happened."""
@@ -128,10 +131,10 @@ class _StoryBuilder:
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             servers=_servers(self._sorted(_SERVERS)),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
-            losses=losses([*failures, *moves], in_place, reports_steps=self.reports_steps),
+            losses=losses([*failures, *moves], in_place, reports_steps=bool(self.with_steps)),
             addresses=self.hosts.addresses,
             helpers=(*self._helpers(), *self._chaos()),
-            reports_steps=self.reports_steps,
+            reports_steps=bool(self.with_steps),
             events_lost=sum(integer(e, "lost") or 0 for e in self.by_name["regrow.log.gap"]),
         )
 
@@ -284,11 +287,11 @@ class _StoryBuilder:
         restarted = next((n for n in following if self._starts(n)), None)
         starts = self._starts(restarted) if restarted is not None else []
         start = next((e for e in starts if text(e, "host") == clock), {})
-        first, first_at = self._first_step(following, clock)
+        first, first_at = self._first_step(number, clock)
         last = max((s.last_step for s in attempt.steps if s.last_step is not None), default=None)
         resumed_from = self._resumed_from(first)
         lost = evidence.work_lost(last, resumed_from)
-        if last is None and attempt.named[_ENDED] and not attempt.steps and self.reports_steps:
+        if last is None and attempt.named[_ENDED] and not attempt.steps and self.with_steps:
             lost = 0  # the attempt ended before its first step: no work was lost
         return {
             "at_s": begun,
@@ -309,23 +312,19 @@ class _StoryBuilder:
 
     def _joined(self, number: int | None) -> tuple[str, ...]:
         """Return the hosts that joined in the round of an attempt."""
-        rounds = self.by_name["regrow.rendezvous.completed"]
-        ids = [strings(e, "joined") for e in rounds if integer(e, "attempt") == number]
-        return tuple(dict.fromkeys(self.hosts.name(id) for found in ids for id in found))
+        return tuple(dict.fromkeys(map(self.hosts.name, self.joined.get(number, ()))))
 
-    def _first_step(
-        self, following: list[int], host: str | None
-    ) -> tuple[StepMark | None, float | None]:
+    def _first_step(self, ended: int, host: str | None) -> tuple[StepMark | None, float | None]:
         """Return the first step after an attempt, and its time on the clock of `host`."""
-        for number in following:
-            steps = self.attempts[number].steps
-            timed = [s for s in steps if s.host == host and s.first_monotonic is not None]
-            if timed:
-                first = min(timed, key=lambda s: s.first_monotonic or 0.0)
-                return StepMark(first.rank, first.first_step, number), first.first_monotonic
-            if steps:
-                return StepMark(steps[0].rank, steps[0].first_step, number), None
-        return None, None
+        later = bisect(self.with_steps, ended)
+        if later == len(self.with_steps):
+            return None, None
+        number = self.with_steps[later]
+        steps = self.attempts[number].steps
+        timed = [s for s in steps if s.host == host and s.first_monotonic is not None]
+        first = min(timed, key=lambda s: s.first_monotonic or 0.0, default=steps[0])
+        at = first.first_monotonic if timed else None
+        return StepMark(first.rank, first.first_step, number), at
 
     def _resumed_from(self, first: StepMark | None) -> int | None:
         if first is None:

@@ -174,9 +174,9 @@ def _crash(lines: Sequence[str], begin: int = 0) -> Cause | None:
             kind = thrown[1] or f"terminate called {thrown[2]}"
             summary = f"{kind}: {what}" if what else kind
         elif panic := _RUST.match(line):
-            said = panic[1] or next((each.strip() for each in rest[:3] if each.strip()), "")
+            message = panic[1] or next((each.strip() for each in rest[:3] if each.strip()), "")
             file = panic[2].rpartition("/")[2]
-            summary = f"panic: {said} ({file}:{panic[3]})"
+            summary = f"panic: {message} ({file}:{panic[3]})"
         elif gone := _GO.match(line):
             summary = f"panic: {gone[1]}"
         else:

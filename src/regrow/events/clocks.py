@@ -23,6 +23,9 @@ from regrow.events.evidence import Record, integer, real, text
 _SHARED = frozenset({"regrow.rendezvous.completed", "regrow.round.ended", "regrow.round.judged"})
 """Events that all nodes of a round record at nearly the same time."""
 
+_BY_RANK = frozenset({"last_steps", "accounts"})
+"""Fields that have an object with times for each rank."""
+
 _STARTED = "regrow.job.started"
 
 _Anchor = tuple[str, int]
@@ -97,11 +100,13 @@ def _moved(event: Record, delay: float) -> Record:
         return event
     moved: dict[str, Any] = {}
     for key, value in event.items():
-        if key == "last_steps" and isinstance(value, dict):
+        if key in _BY_RANK and isinstance(value, dict):
             moved[key] = {
-                rank: _moved(steps, delay) if isinstance(steps, dict) else steps
-                for rank, steps in value.items()
+                rank: _moved(each, delay) if isinstance(each, dict) else each
+                for rank, each in value.items()
             }
+        elif key == "account" and isinstance(value, dict):
+            moved[key] = _moved(value, delay)
         elif str(key).endswith("monotonic") and (at := real(event, key)) is not None:
             moved[key] = at + delay
         else:

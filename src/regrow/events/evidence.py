@@ -17,6 +17,7 @@ from regrow.utils import follows_from_a_peer, host_of, signal_text
 Record: TypeAlias = Mapping[str, Any]
 """One event of the log: a JSON object."""
 
+_LARGEST = 1 << 63
 STOP_SPREAD_S = 5.0
 """Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 
@@ -48,7 +49,7 @@ def text(event: Record, key: str) -> str | None:
 def integer(event: Record, key: str) -> int | None:
     """Return the event's field `key` if it is an integer of plausible size."""
     value = event.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= _LARGEST:
         return None
     return value
 
@@ -57,6 +58,12 @@ def strings(event: Record, key: str) -> list[str]:
     """Return the texts in the event's list `key`."""
     found = event.get(key)
     return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
+def integers(event: Record, key: str) -> list[int]:
+    """Return the integers in the event's list `key`."""
+    found = event.get(key)
+    return [each for each in found if type(each) is int] if isinstance(found, list) else []
 
 
 def process(event: Record) -> dict[str, Any]:
@@ -71,10 +78,10 @@ def process(event: Record) -> dict[str, Any]:
 
 
 def real(event: Record, key: str) -> float | None:
-    """Return the event's field `key` if it is a finite number."""
+    """Return the event's field `key` if it is a number of plausible size; their sums are finite."""
     value = event.get(key)
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if abs(value) < _LARGEST else None
     return None if (whole := integer(event, key)) is None else float(whole)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
-from regrow.events.evidence import Record, integer, one_line, real, since, text
+from regrow.events.evidence import Record, integer, integers, one_line, real, since, text
 from regrow.events.story_types import InProcessRestart, Replacement, SentState
 
 Named = Callable[[str], list[Record]]
@@ -22,64 +23,66 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
     Args:
         named: returns the events with a name, in order of time.
     """
-    replaced, vacated = named(_REPLACED), named(_VACATED)
+    replaced = {key: deque(all) for key, all in _by(_RANK, named(_REPLACED)).items()}
+    vacated = _by(_PROCESS, named(_VACATED))
+    refused = _by(_RANK, named("regrow.worker.not_replaced"))
+    sent = _by(_ITERATION, named("regrow.state.sent"))
     restarts = []
-    for event in _once(named(_IN_PROCESS)):
+    for event in named(_IN_PROCESS):
         origins = event.get("origins")
         known = origins if isinstance(origins, list) else []
         first: dict[int, Record] = {
             rank: {"rank": rank, "origin": origin}
-            for rank, origin in zip_longest(_ranks(event, "replaced"), known)
+            for rank, origin in zip_longest(integers(event, "replaced"), known)
             if rank is not None
         }
-        for each in reversed(replaced):
-            rank = integer(each, "rank")
-            if rank in first and each.get("attempt") == event.get("attempt"):
-                first[rank] = each
-        replaced = [each for each in replaced if each not in first.values()]
+        attempt = integer(event, "attempt")
+        for rank in first:
+            if waiting := replaced.get((attempt, rank)):
+                first[rank] = waiting.popleft()
         found = [_replacement(each, vacated) for each in first.values()]
+        states = sent.get(_values(_ITERATION, event), ())
         restarts.append(
             replace(
                 _in_process_restart(event, found),
-                not_replaced=_not_replaced(event, named),
-                states=tuple(map(_sent_state, _of_iteration(named("regrow.state.sent"), event))),
+                not_replaced=_not_replaced(event, refused),
+                states=tuple(map(_sent_state, states)),
             )
         )
     return tuple(restarts)
 
 
-def _not_replaced(restart: Record, named: Named) -> tuple[str, ...]:
-    lost = _ranks(restart, "lost")
+_RANK, _ITERATION = ("attempt", "rank"), ("attempt", "iteration")
+_PROCESS = ("attempt", "rank", "incarnation")
+
+_Index = Mapping[tuple[int | None, ...], list[Record]]
+
+
+def _by(fields: tuple[str, ...], events: list[Record]) -> _Index:
+    """Return events by the values of some fields; a long job has many of them."""
+    found: dict[tuple[int | None, ...], list[Record]] = {}
+    for event in events:
+        found.setdefault(_values(fields, event), []).append(event)
+    return found
+
+
+def _values(fields: tuple[str, ...], event: Record) -> tuple[int | None, ...]:
+    return tuple(integer(event, field) for field in fields)
+
+
+def _not_replaced(restart: Record, refused: _Index) -> tuple[str, ...]:
+    attempt = integer(restart, "attempt")
     return tuple(
-        one_line(f"rank {integer(each, 'rank')}: {text(each, 'reason') or '?'}")
-        for each in named("regrow.worker.not_replaced")
-        if integer(each, "rank") in lost and each.get("attempt") == restart.get("attempt")
+        one_line(f"rank {rank}: {text(each, 'reason') or '?'}")
+        for rank in dict.fromkeys(integers(restart, "lost"))
+        for each in refused.get((attempt, rank), ())
     )
 
 
-def _of_iteration(events: list[Record], restart: Record) -> list[Record]:
-    keys = ("attempt", "iteration")
-    return [e for e in events if all(e.get(k) == restart.get(k) for k in keys)]
-
-
-def _once(restarts: list[Record]) -> list[Record]:
-    """Return each in-process restart once, if several hosts recorded it."""
-    by_number = {(integer(e, "attempt"), integer(e, "iteration")): e for e in reversed(restarts)}
-    return list(by_number.values())[::-1]
-
-
-def _replacement(event: Record, vacated: list[Record]) -> Replacement:
-    keys = "host", "attempt", "rank"
+def _replacement(event: Record, vacated: _Index) -> Replacement:
     before = (integer(event, "incarnation") or 1) - 1
-    ended = next(
-        (
-            each
-            for each in vacated
-            if all(each.get(key) == event.get(key) for key in keys)
-            and integer(each, "incarnation") == before
-        ),
-        {},
-    )
+    same = vacated.get((*_values(_RANK, event), before), ())
+    ended = next((each for each in same if each.get("host") == event.get("host")), {})
     return Replacement(
         rank=integer(event, "rank") or 0,
         pid=integer(event, "pid"),
@@ -97,14 +100,14 @@ def _sent_state(event: Record) -> SentState:
     return SentState(
         step=integer(event, "step"),
         rank=integer(event, "rank"),
-        targets=tuple(_ranks(event, "targets")),
+        targets=tuple(integers(event, "targets")),
         size=integer(event, "bytes") or 0,
         duration_s=real(event, "duration_s"),
     )
 
 
 def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcessRestart:
-    ranks, seconds = _ranks(event, "lost"), event.get("seconds")
+    ranks, seconds = integers(event, "lost"), event.get("seconds")
     known = seconds if isinstance(seconds, Mapping) else {}
     phases = ((str(phase), real(known, phase)) for phase in known)
     known_phases = [(phase, after) for phase, after in phases if after is not None]
@@ -122,8 +125,3 @@ def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcess
         replaced=tuple(sorted(replaced, key=lambda each: each.rank)),
         at_s=since(real(event, "monotonic"), max((s for _, s in known_phases), default=0.0)),
     )
-
-
-def _ranks(event: Record, name: str) -> list[int]:
-    found = event.get(name)
-    return [each for each in found if isinstance(each, int)] if isinstance(found, list) else []

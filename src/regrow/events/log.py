@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 JOB_STARTED, JOB_FINISHED = "regrow.job.started", "regrow.job.finished"
 NO_ID = "none"
-"""The id of a job whose command line gives none (torchrun's default); it is not shown."""
+"""The id of a job without `--rdzv-id` (torchrun's default); it is not shown."""
 EVENTS_FILE = "events.jsonl"
 """File name of the event log in a run's log directory."""
 WAITING_EVENTS = 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from regrow.events.evidence import describe_node, short_scope
@@ -270,9 +271,9 @@ def in_process_restart(restart: InProcessRestart) -> Block:
     rows: list[Row] = []
     if restart.phases:
         phase, after = restart.phases[-1]
-        steps = ", ".join(f"{name} {duration(s)}" for name, s in restart.phases[:-1])
+        steps = ", ".join(f"{clean(name)} {duration(s)}" for name, s in restart.phases[:-1])
         at = None if restart.at_s is None else restart.at_s + after
-        rows.append((f"{phase} after", duration(after), steps, at))
+        rows.append((f"{clean(phase)} after", duration(after), steps, at))
     rows += _column("replaced", [_replacement(each) for each in restart.replaced])
     rows += _column("not replaced", [clean(each) for each in restart.not_replaced])
     rows += _column("state", [_sent_state(each) for each in restart.states])
@@ -349,7 +350,12 @@ def _seconds(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds with about two significant digits, in a readable unit."""
+    """Format seconds with about two significant digits, in a readable unit.
+
+    The result is "an unknown time" for infinity and NaN: a log may hold any number.
+    """
+    if not math.isfinite(seconds):
+        return "an unknown time"
     if seconds < 0.00995:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 0.9995:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from regrow.events.evidence import describe_failure
 from regrow.events.log import NO_ID
 from regrow.events.story_incidents import (
     Block,
@@ -35,14 +37,20 @@ if TYPE_CHECKING:
 
     from regrow.events.story_types import Losses, Story
 
-__all__ = ["render"]
+__all__ = ["after_report", "render"]
 
 _MOST_OF_A_KIND = 8  # most entries of pauses, timers and stalls
 _MOST_FAILURES = 20
 
 
-def render(story: Story, width: int) -> str:
-    """Render the story in lines of at most `width` characters, where words and paths allow."""
+def render(story: Story, width: int, *, is_running: bool = False) -> str:
+    """Render the story in lines of at most `width` characters, where words and paths allow.
+
+    Args:
+        story: the story.
+        width: in characters.
+        is_running: whether the job is known to run.
+    """
     failures = [failed(story, number, f) for number, f in enumerate(story.failures, 1)]
     restarts = [in_process_restart(restart) for restart in story.in_place]
     incidents = [
@@ -57,8 +65,28 @@ def render(story: Story, width: int) -> str:
     incidents.sort(key=lambda block: math.inf if block[0][0] is None else block[0][0])
     end = story.duration_s
     last: Block = [(end, f"  {line}") for line in _summary(story)]
-    blocks = [[(end, _headline(story))], *incidents, last]
+    blocks = [[(end, _headline(story, is_running=is_running))], *incidents, last]
     return "\n".join(_stamped(blocks, story, width))
+
+
+def after_report(story: Story, rank: int, pid: int) -> Story:
+    """Return the story for a reader who has just read the report of the job's last failure.
+
+    The report contains the traceback and the path of the error file, so this story omits both.
+
+    Args:
+        story: the story of a job that failed.
+        rank: global rank of the worker that the report names as the root cause.
+        pid: process id of that worker.
+    """
+    if not story.failures:
+        return story
+    *earlier, last = story.failures
+    if (last.rank, last.pid) != (rank, pid) or last.timer is not None:
+        return story
+    how = describe_failure({"exit_code": last.exit_code, "signal": last.signal})
+    last = replace(last, what=f"{how} (reported above)", error_file=None)
+    return replace(story, failures=(*earlier, last))
 
 
 def _summary(story: Story) -> list[str]:
@@ -133,7 +161,7 @@ def _ends_of(blocks: list[Block], what: str) -> list[Block]:
     return [*blocks[:half], [(at, f"  ... {skipped} more {what} ...")], *blocks[-half:]]
 
 
-def _headline(story: Story) -> str:
+def _headline(story: Story, *, is_running: bool) -> str:
     about = [clean(story.script)] if story.script else []
     if story.workers:
         low, high = min(story.workers), max(story.workers)
@@ -143,10 +171,10 @@ def _headline(story: Story) -> str:
     named = "" if id == NO_ID and about else f" {clean(id)}"
     if about:
         named += f" ({', '.join(about)})"
-    return f"regrow: job{named} {_outcome(story)}"
+    return f"regrow: job{named} {_outcome(story, is_running=is_running)}"
 
 
-def _outcome(story: Story) -> str:
+def _outcome(story: Story, *, is_running: bool) -> str:
     passed = duration(story.duration_s) if story.duration_s is not None else ""
     after = f" after {passed}" if passed else ""
     changes = story.membership_changes
@@ -161,6 +189,8 @@ def _outcome(story: Story) -> str:
     restarts = f" with {' and '.join(counts)}" if counts else ""
     reason = f": {clean(story.reason)}" if story.reason else ""
     code = f" (exit code {story.exit_code})" if story.exit_code else ""
+    if story.state is None and is_running:
+        return f"is running{restarts}"
     if story.state is None:
         known = f", {passed} after its start" if passed else ""
         return (
@@ -178,19 +208,25 @@ def _outcome(story: Story) -> str:
 
 
 def _wrap(line: str, width: int) -> list[str]:
-    if len(line) <= width:
+    indent = len(line) - len(line.lstrip())
+    is_one_word = indent == 4 and " " not in line[21:]  # a path, after its label
+    if len(line) <= width or is_one_word:
         return [line]
     import textwrap
 
-    indent = len(line) - len(line.lstrip())
     # Further rows are aligned with the value; sentences get a deeper indent than their first line.
     further = " " * (21 if indent == 4 else indent + 4)
     if indent > 4:
         further = " " * indent
-    return textwrap.wrap(
-        line,
+    rows = textwrap.wrap(
+        _BEFORE_UNIT.sub("\xa0", line),
         max(width, len(further) + 20),
         subsequent_indent=further,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [row.replace("\xa0", " ") for row in rows]
+
+
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|min|h)\b)")
+"""The space between a number and its unit of time, where no row ends."""

@@ -411,11 +411,16 @@ class Story:
     events_lost: int = 0
     """Number of events that could not be written to the log."""
 
-    def render(self, width: int = 100) -> str:
-        """Render the story as ASCII text, in lines of at most `width` characters if possible."""
+    def render(self, width: int = 100, *, is_running: bool = False) -> str:
+        """Render the story as ASCII text, in lines of at most `width` characters if possible.
+
+        Args:
+            width: in characters.
+            is_running: whether the job is known to run; its events cannot show that.
+        """
         from regrow.events.story_text import render
 
-        return render(self, width)
+        return render(self, width, is_running=is_running)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the story to a JSON object of plain types; the keys are the field names."""

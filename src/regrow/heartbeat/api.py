@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from regrow import _progress as board
 from regrow.heartbeat.beater import Beater
-from regrow.heartbeat.beats import Plan
+from regrow.heartbeat.beats import HeartbeatPlan
 from regrow.heartbeat.failure_policy import FailurePolicy
 from regrow.heartbeat.merge import NO_STEP, clip
 from regrow.heartbeat.store_exchange import StoreExchange
@@ -140,7 +140,7 @@ def start(
         world_size = getattr(exchange, "world_size", None)
     rank, world_size = world(rank, world_size)
     seconds = timeout_of(period) if timeout is None else timeout
-    plan = Plan(
+    plan = HeartbeatPlan(
         rank,
         world_size,
         period,
@@ -181,7 +181,7 @@ def start_by_itself(period: float) -> threading.Event:
     rank, world_size = world(None, None)
     seconds = timeout_of(period)
     bound = FAILURES * (period + seconds)
-    plan = Plan(rank, world_size, period, seconds, FAILURES, bound, True, STALLED_AFTER)
+    plan = HeartbeatPlan(rank, world_size, period, seconds, FAILURES, bound, True, STALLED_AFTER)
     _check(plan, "report")
     return _begin(plan, None, None, None).event
 
@@ -230,7 +230,7 @@ def _replaces_another() -> bool:
 
 
 def _begin(
-    plan: Plan,
+    plan: HeartbeatPlan,
     exchange: AnyExchange | None,
     store: StoreClient | None,
     on_failure: Callable[[HeartbeatFailure], object] | None,
@@ -252,7 +252,7 @@ def _begin(
 
 
 def _join(
-    began: Running, plan: Plan, on_failure: Callable[[HeartbeatFailure], object] | None
+    began: Running, plan: HeartbeatPlan, on_failure: Callable[[HeartbeatFailure], object] | None
 ) -> None:
     """Apply the first `start` of the script to a heartbeat that started automatically."""
     global running
@@ -282,7 +282,7 @@ def _join(
 
 
 def make_meeting(
-    plan: Plan,
+    plan: HeartbeatPlan,
     exchange: AnyExchange | None,
     store: StoreClient | None,
 ) -> Meeting:
@@ -343,7 +343,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _check(plan: Plan, on_stall: str) -> None:
+def _check(plan: HeartbeatPlan, on_stall: str) -> None:
     """Check the arguments of `start`.
 
     Raises:

@@ -52,7 +52,7 @@ class Beater:
 
     def __init__(
         self,
-        plan: beats.Plan,
+        plan: beats.HeartbeatPlan,
         meeting: Meeting,
         policy: FailurePolicy,
         how_far: Callable[[], tuple[int, str]],
@@ -114,7 +114,7 @@ class Beater:
         self._thread.start()
 
     def set_stall_rule(self, stalled_after: int | None, *, is_fatal: bool) -> None:
-        """Change the rule for stalled workers, from the next beat on; see `Plan`."""
+        """Change the rule for stalled workers, from the next beat on; see `HeartbeatPlan`."""
         self._inbox.put(beats.SetStallRule(stalled_after, is_fatal, self._clock()))
 
     def meet(self, seconds: float) -> None:

@@ -65,7 +65,7 @@ WORTHWHILE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HeartbeatPlan:
     """The settings of a worker's heartbeat; the times are in seconds."""
 
     rank: int
@@ -101,7 +101,7 @@ class Plan:
 class BeatState:
     """The state of a worker's heartbeat."""
 
-    plan: Plan
+    plan: HeartbeatPlan
     token: int
     """The token of the group; 0: not known yet."""
     since: float
@@ -142,7 +142,7 @@ class LeaveRequest(NamedTuple):
 
 
 class SetStallRule(NamedTuple):
-    """A new rule for stalled workers; see `Plan`."""
+    """A new rule for stalled workers; see `HeartbeatPlan`."""
 
     stalled_after: int | None
     stall_is_fatal: bool
@@ -201,7 +201,7 @@ Action = TryExchange | Sleep | Listen | Extend | LogLine | Stalled | Fail
 Step = tuple[BeatState, tuple[Action, ...]]
 
 
-def begin(plan: Plan, token: int, now: float) -> Step:
+def begin(plan: HeartbeatPlan, token: int, now: float) -> Step:
     """Return the first state, and the first exchange as an action.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from regrow.heartbeat.beats import Plan
+    from regrow.heartbeat.beats import HeartbeatPlan
     from regrow.heartbeat.merge import StalledSteps
 
 Kind = Literal[
@@ -155,7 +155,7 @@ class HeartbeatFailure(Exception):
                 return f"no exchange has succeeded for {self.seconds:.3g} s{more}"
 
 
-def bound_text(plan: Plan) -> str:
+def bound_text(plan: HeartbeatPlan) -> str:
     """The first log line of a heartbeat: its time bound."""
     return (
         f"heartbeat of {plan.size} workers every {plan.period:g} s: all workers detect a missing "
@@ -174,7 +174,7 @@ def stall_text(stalled: StalledSteps) -> str:
     )
 
 
-def not_begun(plan: Plan, missing: Ranks, seconds: float) -> str:
+def not_begun(plan: HeartbeatPlan, missing: Ranks, seconds: float) -> str:
     """The text about ranks that are missing from the first exchange, with advice.
 
     Args:
@@ -190,7 +190,7 @@ def not_begun(plan: Plan, missing: Ranks, seconds: float) -> str:
     )
 
 
-def reports_loudly(plan: Plan, missing: Ranks) -> bool:
+def reports_loudly(plan: HeartbeatPlan, missing: Ranks) -> bool:
     """Whether this worker logs missing ranks as a warning; only one does, because all know them."""
     first = next((rank for rank in range(plan.size) if rank not in missing.named), plan.rank)
     return plan.rank == first or missing.total > len(missing.named)

@@ -35,7 +35,7 @@ from regrow.heartbeat.terms import SCOPE, STALLED, TIMER_FILE, lead
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
-    from regrow.heartbeat.beats import Plan
+    from regrow.heartbeat.beats import HeartbeatPlan
     from regrow.heartbeat.failure import HeartbeatFailure
     from regrow.timer import FileTimerClient
 
@@ -51,7 +51,7 @@ class FailurePolicy:
     """
 
     def __init__(
-        self, plan: Plan, on_failure: Callable[[HeartbeatFailure], object] | None = None
+        self, plan: HeartbeatPlan, on_failure: Callable[[HeartbeatFailure], object] | None = None
     ) -> None:
         self._plan = plan
         self._on_failure = on_failure
@@ -140,7 +140,7 @@ class FailurePolicy:
             death.die(failure)
 
     def end(self) -> None:
-        """End the policy: there are no more beats, and no failure can follow."""
+        """End the policy: no beat and no failure follows."""
         with self._lock:
             self._decided = True
             self._armed = False

@@ -340,9 +340,13 @@ class TCPStore(StoreMixin, stores.PrefixStore):
             "token": token,
             "timeout": timeout.total_seconds(),
         }
-        client = self.session(stop=stop)
+        self._client = client = self.session(stop=stop)
         client.set_timeout(timeout)
         super().__init__("inprocess", client)
+
+    def abandon(self) -> None:
+        """Close the session without waiting for the server, whose host may be lost."""
+        self._client.close(0.0)
 
     def session(self, timeout: float | None = None, stop: int | None = None) -> StoreClient:
         """Open another session with the same server; the caller closes it.

@@ -33,7 +33,7 @@ class RegrowCallback(Callback):
 
     When `regrow.should_stop` is True, all ranks end `fit` after the same step. Lightning's minimum
     of epochs and steps does not prevent this. Afterwards the script should end as it does when the
-    training is complete; `stopped` tells the cases apart.
+    training is complete; `stopped` is True in the first case only.
 
     Args:
         save_to: where the callback saves a checkpoint when it ends `fit` early; None: it saves

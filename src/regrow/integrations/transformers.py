@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from regrow.integrations.reports import TrainingReports
 
@@ -19,7 +19,7 @@ class RegrowCallback(TrainerCallback):
 
     When `regrow.should_stop` is True, all ranks save a checkpoint, without an evaluation before it,
     and end `train` after the same step. Afterwards the script should end as it does when the
-    training is complete; `stopped` tells the cases apart.
+    training is complete; `stopped` is True in the first case only.
     """
 
     def __init__(self) -> None:
@@ -27,22 +27,12 @@ class RegrowCallback(TrainerCallback):
         """Whether `train` was ended early."""
         self._reports = TrainingReports()
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """End the phase "data"."""
         self._reports.end()
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Report the step, and end `train` if the job is to end.
 
@@ -64,45 +54,21 @@ class RegrowCallback(TrainerCallback):
         else:
             self._reports.begin("data")
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """End the phase "eval"."""
         self._reports.end()
         if control.should_save:
             self._reports.begin("checkpoint")
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
         """End the phase "checkpoint"; what follows is the wait for the next batch."""
         self._reports.begin("data")
 
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Begin the evaluation or the save at the end of an epoch, if there is one."""
         if not self.stopped:
             self._begin_next(control)
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """End the open phase."""
         self._reports.end()

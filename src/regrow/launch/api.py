@@ -27,7 +27,7 @@ from regrow.rendezvous import (
     get_rendezvous_handler,
 )
 from regrow.rendezvous.utils import parse_rendezvous_endpoint
-from regrow.utils import get_logger
+from regrow.utils import get_logger, restart_grace
 from regrow.workers import ChildFailedError, SignalException, StoppedEarly
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 #: Parameters that every rendezvous has; `rdzv_configs` must not contain them.
 _PARAMETERS = {"backend", "endpoint", "run_id", "min_nodes", "max_nodes", "local_addr"}
+#: Settings of the rendezvous that are recorded, because a recovery may take that long.
+_DURATIONS = {"timeout", "join_timeout", "last_call_timeout", "reconnect_timeout"}
+_DURATIONS |= {"keep_alive_interval", "keep_alive_max_attempt"}
 _OUTLAST_S = 5.0  # seconds for other nodes to leave after the grace of their workers
 
 logger = get_logger(__name__)
@@ -174,7 +177,11 @@ def _run_agent(
     least, most = config.min_nodes, config.max_nodes
     added: dict[str, Any] = {  # arguments that torch's agent does not have
         "event_sinks": (*filter(None, (request, event_log)), *config.event_sinks),
-        "job": {"nnodes": least if least == most else f"{least}:{most}", "log_dir": directory}
+        "job": {
+            "nnodes": least if least == most else f"{least}:{most}",
+            "log_dir": directory,
+            "settings": _settings(config, settings),
+        }
         | ({"chaos": config.chaos} if config.chaos else {}),
         "timers": config.timers,
         "native_stacks": config.native_stacks,
@@ -233,6 +240,22 @@ def _run_agent(
             event_log.close()
         if exporter is not None:  # last, so that it can read the end of the job
             exporter.close()
+
+
+def _settings(config: LaunchConfig, rendezvous: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide how long a recovery takes, for the job's events."""
+    shutdown, restart = config.shutdown_timeout, config.restart_timeout
+    assert shutdown is not None
+    durations = {k: v for k, v in rendezvous.items() if k in _DURATIONS}
+    return {
+        "shutdown_timeout": shutdown,
+        "restart_timeout": restart_grace(restart, shutdown),
+        "heartbeat": config.heartbeat,
+        "timers": config.timers,
+        "preload": list(config.preload),
+        "standby": config.standby,
+        "rdzv_conf": durations,
+    }
 
 
 def _exporter(config: LaunchConfig, directory: str | None) -> Exporter | None:

@@ -16,9 +16,10 @@ single processes all the same. The rules:
   with one count of nodes and tasks.
 - Open MPI: `mpirun` has set OMPI_COMM_WORLD_*. This check precedes Slurm's, because `mpirun` uses
   Slurm's steps to start its own daemons.
-- Kubernetes: the pod has a completion index, from an indexed Job or a JobSet. If the manifest
-  exposes the labels of a JobSet as variables, they are read too: JOBSET_NAME, REPLICATED_JOB_NAME,
-  REPLICATED_JOB_REPLICAS and JOBSET_RESTART_ATTEMPT.
+- Kubernetes: the pod has a completion index, from an indexed Job or a JobSet. The names of the pods
+  of a Job end with that of its headless service, which the hosts file of each pod shows. If the
+  manifest exposes the labels of a JobSet as variables, they are read too: JOBSET_NAME,
+  REPLICATED_JOB_NAME, REPLICATED_JOB_REPLICAS and JOBSET_RESTART_ATTEMPT.
 - If TORCHELASTIC_RUN_ID is set, this process is a worker of another job, and no rule applies.
 
 A scheduler may not provide every value. A missing value is a `NotProvided`: a text with the flag
@@ -106,11 +107,12 @@ class Placement:
     """Id of the job, the same for all its agents, and a new one for each start of the job."""
 
 
-def where(environ: Mapping[str, str]) -> Placement | None:
+def where(environ: Mapping[str, str], hosts_file: str = "") -> Placement | None:
     """Read the placement of this agent from its environment.
 
     Args:
         environ: the environment variables of the agent.
+        hosts_file: the text of `/etc/hosts`, which Kubernetes writes; not read elsewhere.
 
     Returns:
         The placement; None if this process is no task of `srun` or `mpirun`, and no pod with a
@@ -125,7 +127,7 @@ def where(environ: Mapping[str, str]) -> Placement | None:
         return _of_open_mpi(environ)
     if "SLURM_STEP_ID" in environ:
         return _of_slurm(environ)
-    return _of_kubernetes(environ)
+    return _of_kubernetes(environ, hosts_file)
 
 
 def output_rank(environ: Mapping[str, str]) -> int | None:
@@ -180,7 +182,7 @@ def first_hosts(hosts: str) -> tuple[str, ...] | NotProvided:
     except ImportError:
         return NotProvided(
             f"to read Slurm's list of hosts, {hosts}, regrow needs ClusterShell: "
-            f"pip install 'regrow[slurm]' (or {advice})"
+            f"pip install ClusterShell (or {advice})"
         )
     try:
         return tuple(NodeSet(hosts, resolver=RESOLVER_NOGROUP)[:MEETING_HOSTS])
@@ -230,7 +232,7 @@ def _host_of_mpirun(environ: Mapping[str, str], source: str, rank: int) -> tuple
     return (found[1],)
 
 
-def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
+def _of_kubernetes(environ: Mapping[str, str], hosts_file: str) -> Placement:
     index = _number(environ, "JOB_COMPLETION_INDEX")
     pod = environ.get("HOSTNAME", "")
     job = pod.removesuffix(f"-{index}")
@@ -245,12 +247,15 @@ def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
         )
         run_id = "-".join(filter(None, (job_set, environ.get("JOBSET_RESTART_ATTEMPT"))))
     else:
-        source = f"Kubernetes Job {job}".rstrip()
-        hosts = NotProvided(
-            f"{source} does not provide the address of its pods: give --rdzv-endpoint or "
-            f"PET_RDZV_ENDPOINT, {job or 'JOB'}-0.SERVICE with the name of its headless service"
-        )
-        run_id = job
+        source, run_id = f"Kubernetes Job {job}".rstrip(), job
+        if job and (service := _service_of(pod, hosts_file)):
+            hosts = tuple(f"{job}-{each}.{service}" for each in range(MEETING_HOSTS))
+        else:
+            hosts = NotProvided(
+                f"{source} does not provide the address of its pods: set `subdomain` in its pod "
+                "template to the name of a headless service, or give --rdzv-endpoint or "
+                f"PET_RDZV_ENDPOINT, {job or 'JOB'}-0.SERVICE"
+            )
     return Placement(
         source,
         NotProvided(
@@ -262,6 +267,16 @@ def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
         _KUBERNETES_PORT,
         run_id or None,
     )
+
+
+def _service_of(pod: str, hosts_file: str) -> str:
+    """Return the domain of the headless service of a pod; "" if the pod has none.
+
+    Kubernetes writes the full name of the pod into its hosts file: POD.SERVICE.NAMESPACE.svc.ZONE.
+    """
+    lines = (line.partition("#")[0].split() for line in hosts_file.splitlines())
+    names = (name for line in lines for name in line[1:] if name.startswith(f"{pod}."))
+    return next(names, "").removeprefix(f"{pod}.")
 
 
 def _first_pods(replicas: str) -> tuple[str, ...]:

@@ -11,6 +11,9 @@ divides the time of a run, and `split` the time of a process, by the account tha
 from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, UNKNOWN, is_phase, title
 from regrow.ledger.ledger import Ledger, build_ledgers
 from regrow.ledger.reading import find_logs, read_ledgers
+from regrow.ledger.runs import Session as Session
+from regrow.ledger.runs import jobs_of as jobs_of
+from regrow.ledger.runs import runs_of as runs_of
 from regrow.ledger.spans import Span
 from regrow.ledger.table import render
 

@@ -1,4 +1,4 @@
-"""`Attempt`: one start of a node's workers, as its events and accounts describe it.
+"""`NodeAttempt`: one start of a node's workers, as its events and accounts describe it.
 
 Any field of an event may be missing or have another type. Such a field counts as unknown.
 """
@@ -15,7 +15,7 @@ from regrow.ledger.runs import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class NodeAttempt:
     """One start of a node's workers; times are in monotonic seconds."""
 
     number: int
@@ -99,7 +99,7 @@ def reading(value: object) -> rows.Reading | None:
     )
 
 
-def attempts_of(run: Run) -> list[Attempt]:
+def attempts_of(run: Run) -> list[NodeAttempt]:
     """Return the attempts of a run."""
     found, opened, before = [], None, 0
     for i, event in enumerate(run.events):
@@ -119,10 +119,10 @@ def attempts_of(run: Run) -> list[Attempt]:
 
 def _attempt(
     run: Run, before: int, first: int, last: int, end: float, ended: Record | None
-) -> Attempt:
+) -> NodeAttempt:
     started = run.events[first]
     start = min(max(real(started, "monotonic") or run.begin, run.begin), run.end)
-    return Attempt(
+    return NodeAttempt(
         number=integer(started, "attempt") or 0,
         started=started,
         start=start,

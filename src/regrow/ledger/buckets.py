@@ -31,7 +31,7 @@ MEANINGS: Final = {
     STARTUP_FIRST_STEP: "up to the first step, less the time of one step",
     DETECTION: "from a failure or a hang to its detection",
     STOPPING: "workers are stopped",
-    MEETING: "the nodes form the next round; the ranks meet",
+    MEETING: "the nodes form the next round; ranks wait for each other",
     RESTART: "pauses, new processes for lost ones",
     WAITING_FOR_NODES: "before the first round of a node",
     WAITING_FOR_SCHEDULER: "between two runs of the job",
@@ -47,8 +47,13 @@ def is_phase(bucket: str) -> bool:
     return bucket.startswith(PHASE)
 
 
+_TITLES: Final = {UNFINISHED: "unfinished steps", MEETING: "rendezvous"}
+
+
 def title(bucket: str) -> str:
     """Return the name of a bucket for people."""
+    if bucket in _TITLES:
+        return _TITLES[bucket]
     if is_phase(bucket):
         return f"phase {bucket.removeprefix(PHASE)}"
     main, _, part = bucket.partition("_") if bucket.startswith("startup_") else (bucket, "", "")

@@ -1,4 +1,4 @@
-"""`Ledger`: what all worker-seconds of a job were spent on; and its two ratios.
+"""`Ledger`: what all worker-seconds of a job were spent on, and two ratios.
 
 A worker-second is a second of one worker of the job, whether or not it has a process then: from the
 start of its agent to its end, and between the runs of a requeued job. Each is in exactly one bucket
@@ -19,7 +19,7 @@ from typing import Any
 
 from regrow.events.evidence import Record
 from regrow.ledger import buckets
-from regrow.ledger.attempts import Attempt, attempts_of
+from regrow.ledger.attempts import NodeAttempt, attempts_of
 from regrow.ledger.runs import Session, jobs_of, runs_of
 from regrow.ledger.spans import Known, Span, add_up, spans_of
 
@@ -121,7 +121,7 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
     for i, (session, of_session) in enumerate(zip(job, attempts, strict=True)):
         if i:
             spans += _between(job[i - 1], session)
-        by_number: dict[int, list[Attempt]] = {}
+        by_number: dict[int, list[NodeAttempt]] = {}
         for _, of_run in of_session:
             for attempt in of_run:
                 by_number.setdefault(attempt.number, []).append(attempt)

@@ -16,7 +16,7 @@ from regrow import _accounts as rows
 from regrow.events.evidence import integer, real, text
 from regrow.ledger import buckets
 from regrow.ledger.attempts import (
-    Attempt,
+    NodeAttempt,
     account_of,
     attempts_of,
     first_step_of,
@@ -120,7 +120,7 @@ class _Builder:
         for local_rank in range(self.run.workers):
             self._add(local_rank, attempt, start, end, {bucket: end - start})
 
-    def between(self, start: float, following: Attempt, attempt: int) -> None:
+    def between(self, start: float, following: NodeAttempt, attempt: int) -> None:
         """Add the time without workers before an attempt."""
         met, paused, end = start, start, following.start
         for event in following.before:
@@ -141,7 +141,7 @@ class _Builder:
         bucket = buckets.FINISHING if attempt >= 0 else buckets.WAITING_FOR_NODES
         self._all(attempt, start, run.end, bucket if run.state is not None else buckets.UNKNOWN)
 
-    def attempt(self, attempt: Attempt) -> None:
+    def attempt(self, attempt: NodeAttempt) -> None:
         """Add the time with workers."""
         ranks = list_of(attempt.started, "ranks")[: self.run.workers]
         for local_rank, rank in enumerate(ranks):
@@ -151,7 +151,7 @@ class _Builder:
         if (highest := attempt.highest_step) is not None:
             self._highest = highest if self._highest is None else max(highest, self._highest)
 
-    def _worker(self, attempt: Attempt, local_rank: int) -> None:
+    def _worker(self, attempt: NodeAttempt, local_rank: int) -> None:
         rank, number = self.ranks[local_rank], attempt.number
         final, end = self._final(attempt, rank)
         is_kept = rank in list_of(attempt.started, "kept")
@@ -182,7 +182,7 @@ class _Builder:
 
     def _process(
         self,
-        attempt: Attempt,
+        attempt: NodeAttempt,
         local_rank: int,
         start: float,
         end: float,
@@ -203,7 +203,9 @@ class _Builder:
             self._add(local_rank, attempt.number, start, until, seconds)
             start = max(start, until)
 
-    def _final(self, attempt: Attempt, rank: int | None) -> tuple[rows.Reading | None, ProcessEnd]:
+    def _final(
+        self, attempt: NodeAttempt, rank: int | None
+    ) -> tuple[rows.Reading | None, ProcessEnd]:
         """Return the last account of a rank, and how its attempt ended."""
         if attempt.ended is not None:
             account = account_of(attempt.ended, rank)
@@ -219,16 +221,16 @@ class _Builder:
         return account, ProcessEnd(failed=known_until, detected=known_until, known=False)
 
 
-def _ending(attempt: Attempt, *, hung: bool) -> ProcessEnd:
+def _ending(attempt: NodeAttempt, *, hung: bool) -> ProcessEnd:
     """Return when an attempt failed or was stopped, from the events of its node."""
     failed, detected = attempt.end, attempt.end
     for event in attempt.events:
         name, at = text(event, "name"), real(event, "monotonic")
         known = at
         if name == "regrow.worker.failed":
-            told = real(event, "told_monotonic")  # of a worker on another node
-            at = real(event, "failed_monotonic") if told is None else told
-            known = real(event, "detected_monotonic") if told is None else told
+            notified = real(event, "told_monotonic")  # of a worker on another node
+            at = real(event, "failed_monotonic") if notified is None else notified
+            known = real(event, "detected_monotonic") if notified is None else notified
         elif name == "regrow.lease.over":
             at = known = real(event, "lapsed_monotonic")
         elif name not in _STOPS:

@@ -8,8 +8,8 @@ and when the process was gone. Four cases need a rule:
   It counts as long as the mean of the other steps of the process. The rest is startup.
 - **The time after the last step** is `finishing` if the attempt succeeded, else `unfinished`. If a
   timer or a heartbeat has expired, the worker hung: what exceeds one mean step is `detection`.
-- **A mark after the failure**: a worker that goes on, because it does not know of the failure yet,
-  is not waiting for the detection. So its account counts up to its last mark.
+- **A mark after the failure**: a worker that continues, because it has not noticed the failure yet,
+  does not wait for the detection. So its account counts up to its last mark.
 - **Steps that an agent could not know of** (a requeued job, a host that joined late) are split by
   their numbers.
 """
@@ -121,13 +121,12 @@ def redone_steps(process: Process, reached: int | None) -> int:
     if (account := process.account) is None:
         return 0
     counts = [account.counts.get(row, 0) for row in _NEW_STEPS]
-    again = [account.counts.get(row, 0) for row in _REPEATED_STEPS]
+    again = [account.counts.get(row, 0) for row in rows.REPEATED]
     share = _known_share(account, process.first_new_step, reached)
     return sum(again) + round(share * sum(counts))
 
 
 _NEW_STEPS = (rows.STEPS, rows.FIRST_STEP)
-_REPEATED_STEPS = (rows.REPEATED_STEPS, rows.FIRST_REPEATED_STEP)
 
 
 def _rows(account: rows.Reading, until_mark: float, since_mark: float) -> dict[str, float]:

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
         WatchedRendezvousBackend,
     )
     from regrow.rendezvous.protocol.messages import (
+        JOB_STOPS,
         Departed,
         Judged,
+        LeavingAnnounced,
         NodesWaiting,
         RestartSpent,
         RoundClosed,
@@ -48,11 +50,12 @@ if TYPE_CHECKING:
     )
     from regrow.rendezvous.server.credentials import INSECURE_TOKEN
     from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
-    from regrow.rendezvous.visiting import note_round, open_running_round
+    from regrow.rendezvous.visiting import JobVisitor, note_round
 
 __all__ = [
     "DynamicRendezvousHandler",
     "Judged",
+    "LeavingAnnounced",
     "LivenessRendezvousBackend",
     "NodesWaiting",
     "PushingRendezvousHandler",
@@ -87,10 +90,10 @@ __getattr__, __dir__ = lazily(
         "server.credentials": "INSECURE_TOKEN",
         "foreign": "adapted",
         "node.handler": "DynamicRendezvousHandler create_handler",
-        "protocol.messages": "Departed Judged NodesWaiting RestartSpent RoundClosed RoundEnded "
-        "ServerRestarted ServersChanged",
+        "protocol.messages": "JOB_STOPS Departed Judged LeavingAnnounced NodesWaiting "
+        "RestartSpent RoundClosed RoundEnded ServerRestarted ServersChanged",
         "settings": "RendezvousSettings RendezvousTimeout",
         "backends.solo": "SoloRendezvousHandler",
-        "visiting": "note_round open_running_round",
+        "visiting": "JobVisitor note_round",
     },
 )

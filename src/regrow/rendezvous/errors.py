@@ -59,3 +59,8 @@ class RendezvousUsageError(RendezvousError):
 
 class RendezvousGracefulExitError(RendezvousError):
     """This node leaves without a failure: it stood by until the end, or was interrupted."""
+
+    def __init__(self, *args: object, stopped_by: str = "") -> None:
+        super().__init__(*args)
+        self.stopped_by = stopped_by
+        """Who asked the job to stop while this node stood by; "" if it did not stop."""

@@ -189,13 +189,13 @@ class PushingRendezvousHandler(RendezvousHandler):
 
                 - a `RoundEnded`: this node's round ended because of another node, or because the
                   connection to the other nodes was lost;
-                - a `NodesWaiting`;
+                - a `NodesWaiting`, a `LeavingAnnounced`;
                 - a `RestartSpent`;
                 - a `Judged`, only if it corrects the cause of a `RoundEnded`;
                 - a `RoundClosed`;
                 - a `ServerRestarted`: the store server on this node has ended; the text shows
                   whether another one serves;
-                - a `ServersChanged`: another host serves, or other hosts may take over.
+                - a `ServersChanged`: another host serves, other hosts may take over, or none may.
 
         Returns:
             A function that ends the subscription.
@@ -280,7 +280,9 @@ class PushingRendezvousHandler(RendezvousHandler):
         """Close the rendezvous after a final failure, and send the report to all nodes."""
         self.set_closed()
 
-    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
+    def leaving(
+        self, why: str, *, full_grace: bool = False, keep: bool = False, until_left: bool = False
+    ) -> None:
         """Notify all nodes that this node stops its workers and will leave.
 
         `shutdown` or `leave` follows. This method does not block, because the workers' grace begins
@@ -290,6 +292,7 @@ class PushingRendezvousHandler(RendezvousHandler):
             why: the reason, for the other nodes to show.
             full_grace: whether the other nodes give their workers the whole `--shutdown-timeout`.
             keep: whether workers that can go on in the next round live on, on the other nodes too.
+            until_left: whether the round goes on until this node has left, if enough nodes stay.
         """
 
     def leave(self, why: str) -> None:

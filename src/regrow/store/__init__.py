@@ -47,6 +47,7 @@ from regrow.utils import lazily
 
 if TYPE_CHECKING:
     from regrow.store.client.client import StoreClient, connect
+    from regrow.store.client.names import addresses_of
     from regrow.store.client.service_client import ServiceClient
     from regrow.store.client.session import ConnectionState
     from regrow.store.protocol.sockets import (
@@ -117,6 +118,7 @@ __getattr__, __dir__ = lazily(
     globals(),
     {
         "client.client": "StoreClient connect",
+        "client.names": "addresses_of",
         "server.journal": "Journal make_files",
         "server.process": "FOR_WORKERS ServerProcess import_paths start_server",
         "server.server": "StoreServer",

@@ -46,13 +46,13 @@ class Query(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
+class ParkedQuery:
     """A waiting query; `answer` holds the result after it is woken."""
 
     query: Query
     tag: object
-    key: str = ""
-    """The missing key under which the key space finds the query."""
+    at: int = 0
+    """Which of its keys is missing; the key space finds the query under this key."""
     answer: Answer | NotReady = NOT_READY
 
 
@@ -63,9 +63,9 @@ class KeySpace:
         self._limits = limits
         self._values: dict[str, bytes] = {}
         self._bytes = 0
-        self._waiting: dict[str, dict[Parked, None]] = {}
+        self._waiting: dict[str, dict[ParkedQuery, None]] = {}
         """The parked queries, by the missing key that each waits for."""
-        self._woken: list[Parked] = []
+        self._woken: list[ParkedQuery] = []
 
     # ------------------------------------------------------------------ changes
 
@@ -166,37 +166,47 @@ class KeySpace:
 
     # ------------------------------------------------------------------ waiting
 
-    def park(self, query: Query, tag: object = None) -> Parked:
+    def park(self, query: Query, tag: object = None) -> ParkedQuery:
         """Keep a query that is not ready; the caller may identify it by `tag`."""
-        parked = Parked(query, tag)
+        parked = ParkedQuery(query, tag)
         self._register(parked)
         return parked
 
-    def unpark(self, parked: Parked) -> None:
+    def unpark(self, parked: ParkedQuery) -> None:
         """Remove a parked query."""
-        waiting = self._waiting.get(parked.key, {})
+        key = parked.query.keys[parked.at]
+        waiting = self._waiting.get(key, {})
         waiting.pop(parked, None)
         if not waiting:
-            self._waiting.pop(parked.key, None)
+            self._waiting.pop(key, None)
 
-    def take_woken(self) -> list[Parked]:
+    def take_woken(self) -> list[ParkedQuery]:
         """Return the queries answered since the last call, in the order of their answers."""
         woken = self._woken
         if woken:
             self._woken = []
         return woken
 
-    def _register(self, parked: Parked) -> None:
-        parked.key = next(key for key in parked.query.keys if key not in self._values)
-        self._waiting.setdefault(parked.key, {})[parked] = None
+    def _register(self, parked: ParkedQuery) -> bool:
+        """Register a query under a missing key; return False if none is missing.
+
+        The search goes on behind the key that was missing before. Thousands of ranks may each wait
+        for the keys of all, and a search from the first key would cost the square of their number.
+        """
+        keys = parked.query.keys
+        for start in (parked.at, 0):  # a key that existed may have been deleted
+            for at in range(start, len(keys)):
+                if keys[at] not in self._values:
+                    parked.at = at
+                    self._waiting.setdefault(keys[at], {})[parked] = None
+                    return True
+        return False
 
     def _wake(self, key: str) -> None:
         """Answer the queries that wait for a key, or register them under another missing key."""
         for parked in self._waiting.pop(key, ()):
-            parked.answer = self.answer(parked.query)
-            if parked.answer is NOT_READY:
-                self._register(parked)
-            else:
+            if not self._register(parked):
+                parked.answer = self.answer(parked.query)
                 self._woken.append(parked)
 
     # ------------------------------------------------------------------ helpers

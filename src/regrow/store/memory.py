@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from regrow.store.api import Timeout, to_key
 from regrow.store.calls import Handle, timeout_message
 from regrow.store.errors import StoreClosedError, StoreTimeout
-from regrow.store.keyspace import Answer, KeySpace, NotReady, Parked, Query
+from regrow.store.keyspace import Answer, KeySpace, NotReady, ParkedQuery, Query
 from regrow.store.limits import DEFAULT_LIMITS, DEFAULT_TIMEOUT, Limits
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _Shared:
 
     space: KeySpace
     lock: threading.Lock = field(default_factory=threading.Lock)
-    blocked: dict[Parked, tuple[MemoryStore, threading.Lock]] = field(default_factory=dict)
+    blocked: dict[ParkedQuery, tuple[MemoryStore, threading.Lock]] = field(default_factory=dict)
     """The handle of each blocked call, and the lock that is released when the call may continue."""
 
 
@@ -102,7 +102,7 @@ class MemoryStore(Handle):
         for parked in self._shared.space.take_woken():
             self._unblock(parked)
 
-    def _unblock(self, parked: Parked) -> None:
+    def _unblock(self, parked: ParkedQuery) -> None:
         _, gate = self._shared.blocked.pop(parked)
         gate.release()
 

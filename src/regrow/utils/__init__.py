@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from regrow.utils.stamps import begin_time_stamps, stamped, time_stamp
     from regrow.utils.threads import BackgroundWriter, call_in_thread, start_thread
+    from regrow.utils.tracebacks import shortened, stack_of
     from regrow.utils.user_text import (
         describe,
         get_cause,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         get_traceback,
         headline,
         is_a,
+        place_of,
         repr_of,
         str_of,
     )
@@ -93,7 +95,10 @@ __getattr__, __dir__ = lazily(
         ),
         "stamps": "begin_time_stamps stamped time_stamp",
         "threads": "BackgroundWriter call_in_thread start_thread",
-        "user_text": "describe get_cause get_context get_traceback headline is_a repr_of str_of",
+        "tracebacks": "shortened stack_of",
+        "user_text": (
+            "describe get_cause get_context get_traceback headline is_a place_of repr_of str_of"
+        ),
         "api": "get_env_variable_or_raise macros",
         "distributed": "get_free_port get_socket_with_port",
         "logging": "get_logger quieten",

@@ -37,7 +37,7 @@ LONGEST_REQUEST = 8192
 _REST_S = 0.2  # seconds without accepting after an error, such as no free file descriptor
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """A client's request."""
 
     method: str
@@ -48,7 +48,7 @@ class Request(NamedTuple):
     """The part of the request target after its question mark."""
 
 
-class Response(NamedTuple):
+class HttpResponse(NamedTuple):
     """The response to a request."""
 
     status: int
@@ -70,7 +70,7 @@ class HttpServer:
     """
 
     def __init__(
-        self, listener: socket.socket, answer: Callable[[Request], Response], name: str
+        self, listener: socket.socket, answer: Callable[[HttpRequest], HttpResponse], name: str
     ) -> None:
         self._listener = listener
         self._answer = answer
@@ -136,12 +136,12 @@ class HttpServer:
                 connection.close()
                 self._changed.notify_all()
 
-    def _respond(self, request: Request) -> Response:
+    def _respond(self, request: HttpRequest) -> HttpResponse:
         with self._answering:
             try:
                 return self._answer(request)
             except Exception as error:  # noqa: BLE001 - the client receives it
-                return Response(500, f"{headline(error)}\n".encode())
+                return HttpResponse(500, f"{headline(error)}\n".encode())
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
     requestline = ""
 
     def __init__(
-        self, connection: socket.socket, respond: Callable[[Request], Response]
+        self, connection: socket.socket, respond: Callable[[HttpRequest], HttpResponse]
     ) -> None:  # the base class would serve the whole connection
         self.connection = connection
         self.rfile = io.BufferedReader(_Incoming(connection, LONGEST_REQUEST))
@@ -215,23 +215,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_error(400, "no HTTP request")
         return False
 
-    def _response(self) -> Response:
+    def _response(self) -> HttpResponse:
         length = self.headers.get("Content-Length", "0").strip()
         if not (length.isascii() and length.isdecimal()):
-            return Response(400, b"bad Content-Length\n")
+            return HttpResponse(400, b"bad Content-Length\n")
         if len(length) > 9:
             raise _TooLarge
         self.rfile.read(int(length))
         path, _, query = self.path.partition("?")
-        return self._respond(Request(self.command, path, query))
+        return self._respond(HttpRequest(self.command, path, query))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send an error as plain text; a long line or too many headers also get status 413."""
         code = 413 if code in (413, 414, 431) else code
         text = "request too large" if code == 413 else message or self.responses[code][0]
-        self._send(Response(code, f"{text}\n".encode("utf-8", "backslashreplace")))
+        self._send(HttpResponse(code, f"{text}\n".encode("utf-8", "backslashreplace")))
 
-    def _send(self, response: Response) -> None:
+    def _send(self, response: HttpResponse) -> None:
         # Python 3.13 names status 413 like this; older versions use another name.
         self.send_response(response.status, "Content Too Large" if response.status == 413 else None)
         self.send_header("Content-Type", response.content_type)

@@ -47,6 +47,23 @@ def describe(error: BaseException) -> str:
     return " <- ".join(map(repr_of, chain))[:MOST]
 
 
+def place_of(error: BaseException) -> str:
+    """Return the last line of the user's code that an exception has passed: ` (train.py:12)`.
+
+    Files of installed packages, of Python and of regrow are not the user's. Empty if there is none.
+    """
+    place, link = "", get_traceback(error)
+    while link is not None:
+        file = link.tb_frame.f_code.co_filename
+        if not file.startswith("<") and not any(part in file for part in _NOT_THE_USERS):
+            place = f" ({file.rpartition('/')[2]}:{link.tb_lineno})"
+        link = link.tb_next
+    return place
+
+
+_NOT_THE_USERS = ("/site-packages/", "/dist-packages/", "/lib/python3.", "/regrow/inprocess/")
+
+
 def _shown(show: Callable[[object], str], value: object) -> str:
     try:
         text = show(value)

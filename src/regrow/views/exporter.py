@@ -58,9 +58,10 @@ def refusal(metrics_port: str | None, *, spans: bool) -> str | None:
         except ValueError as error:
             return f"--metrics-port: {error}"
         if find_spec("prometheus_client") is None:
-            return "--metrics-port needs prometheus_client: pip install 'regrow[metrics]'"
+            return "--metrics-port needs prometheus_client: pip install prometheus_client"
     if spans and not _has_opentelemetry():
-        return "--otel-spans needs OpenTelemetry: pip install 'regrow[otel]'"
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        return f"--otel-spans needs OpenTelemetry: pip install {packages}"
     return None
 
 

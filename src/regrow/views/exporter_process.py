@@ -12,7 +12,7 @@ from time import monotonic
 
 from regrow.ledger import read_ledgers
 from regrow.utils import ready
-from regrow.utils.http_server import HttpServer, Request, Response
+from regrow.utils.http_server import HttpRequest, HttpResponse, HttpServer
 from regrow.views.exporter import LIFELINE, LISTENER
 from regrow.views.runs import Library
 from regrow.views.watch import JobWatch
@@ -61,21 +61,21 @@ class Metrics:
         self._goodput = Goodput(directory)
         self._lock = Lock()
 
-    def answer(self, request: Request) -> Response:
+    def answer(self, request: HttpRequest) -> HttpResponse:
         """Return the metrics at `/metrics`."""
         if request.method not in ("GET", "HEAD"):
-            return Response(405, b"only GET\n")
+            return HttpResponse(405, b"only GET\n")
         if request.path not in ("/metrics", "/"):
-            return Response(404, b"the metrics are at /metrics\n")
+            return HttpResponse(404, b"the metrics are at /metrics\n")
         from regrow.views.prometheus import exposition
 
         with self._lock:
             if self._watch is None:
                 if not (jobs := self._library.jobs()):
-                    return Response(503, b"the job has not started yet\n")
+                    return HttpResponse(503, b"the job has not started yet\n")
                 self._watch = JobWatch(self._library, jobs[0])
             text = exposition(self._watch.snapshot(), self._goodput.ratio())
-            return Response(200, text, CONTENT_TYPE)
+            return HttpResponse(200, text, CONTENT_TYPE)
 
 
 class Goodput:

@@ -32,6 +32,8 @@ class Source:
     """Whether the agent runs; None if unknown."""
     now: float | None
     """Current time of the agent's monotonic clock in seconds; None if unknown."""
+    answered_s: float | None = None
+    """Seconds since the agent answered this view; None if the view does not ask it."""
     samples: Mapping[int, StepSample] = field(default_factory=dict)
     """What the workers of the current attempt have reported, by local rank."""
     paces: Mapping[int, float] = field(default_factory=dict)
@@ -61,6 +63,8 @@ class Rank:
     """Seconds since its last step; None if it does not run, or the clock is unknown."""
     pace: float | None = None
     """Steps per second of late, or over the attempt."""
+    phase: str = ""
+    """The phase of the script in which it is (`regrow.phase`); "" outside of phases."""
     behind: int = 0
     """How many steps it is behind the rank that is first."""
 
@@ -83,6 +87,8 @@ class Node:
     """Time of its last event."""
     alive: bool | None
     """Whether the agent runs; None if unknown."""
+    answered_s: float | None = None
+    """Seconds since the agent answered this view; None if the view does not ask it."""
     incident: str = ""
     """The latest incident, in one line."""
 
@@ -152,38 +158,38 @@ def story_of(sources: Sequence[Source]) -> Story:
     return story(_in_order(sources))
 
 
-def snapshot(sources: Sequence[Source], told: Story | None = None) -> Snapshot:
+def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot:
     """Derive what the views show of a job.
 
     Args:
         sources: the logs of its agents, at least one, in the order in which they started.
-        told: their story, if the caller has it already.
+        of_job: their story, if the caller has it already.
     """
     logs = [_read(index, source) for index, source in enumerate(sources)]
-    told = told or story_of(sources)
+    of_job = of_job or story_of(sources)
     number = max((log.attempt for log in logs), default=-1)
     ranks = _with_behind([rank for log in logs if log.attempt == number for rank in log.ranks])
     nodes = tuple(log.node(source) for log, source in zip(logs, sources, strict=True))
     started = min((n.started for n in nodes if n.started is not None), default=None)
-    state = _state(told, nodes)
+    state = _state(of_job, nodes)
     running = [rank for rank in ranks if rank.state not in _ENDED]
-    restarts = restarts_of(told, [log.evidence for log in logs])
+    restarts = restarts_of(of_job, [log.evidence for log in logs])
     return Snapshot(
-        run_id=told.run_id,
-        script=told.script,
+        run_id=of_job.run_id,
+        script=of_job.script,
         command=logs[0].command,
         state=state,
         is_over=all(node.state in _OVER for node in nodes),
         started=started,
-        duration_s=_duration(told, nodes, logs, sources),
+        duration_s=_duration(of_job, nodes, logs, sources),
         attempt=number if number >= 0 else None,
         world_size=next((log.world_size for log in logs if log.attempt == number), None),
-        max_restarts=told.max_restarts,
+        max_restarts=of_job.max_restarts,
         restarts_left=min(
             (log.restarts_left for log in logs if log.restarts_left is not None),
-            default=told.max_restarts,
+            default=of_job.max_restarts,
         ),
-        reason=one_line(told.reason or ""),
+        reason=one_line(of_job.reason or ""),
         step=max((rank.step for rank in ranks if rank.step is not None), default=None),
         pace=min((rank.pace for rank in running if rank.pace is not None), default=None),
         lost_steps=sum(restart.lost_steps or 0 for restart in restarts),
@@ -191,14 +197,14 @@ def snapshot(sources: Sequence[Source], told: Story | None = None) -> Snapshot:
         ranks=ranks,
         attempts=tuple(attempt for log in logs for attempt in log.attempts),
         restarts=restarts,
-        story=told.render(),
-        events=told.events,
+        story=of_job.render(is_running=any(n.alive and n.state not in _OVER for n in nodes)),
+        events=of_job.events,
     )
 
 
 _ENDED = frozenset({"failed", "stopped", "succeeded", "lost", "unknown"})
-_OVER = frozenset({"killed", "succeeded", "failed", "signaled", "error"})
-_TO_BLAME = ("failed", "error", "killed", "signaled", "succeeded")
+_OVER = frozenset({"killed", "succeeded", "failed", "signaled", "stopped", "error"})
+_TO_BLAME = ("failed", "error", "killed", "signaled", "stopped", "succeeded")
 
 
 def _in_order(sources: Sequence[Source]) -> list[Record]:
@@ -222,6 +228,8 @@ class _Log:
     """State of an agent after the events that were read so far."""
 
     index: int
+    last_start: Record | None = None
+    """Start of its latest attempt; only this one has `ranks`, because there may be thousands."""
     host: str = "?"
     command: str = ""
     state: str = "waiting"
@@ -258,12 +266,15 @@ class _Log:
             started=self.started,
             last=self.last,
             alive=source.alive,
+            answered_s=source.answered_s,
             incident=self.incident,
         )
 
 
 def _read(index: int, source: Source) -> _Log:
     log = _Log(index)
+    starts = (e for e in reversed(source.events) if text(e, "name") == "regrow.attempt.started")
+    log.last_start = next(starts, None)
     for event in source.events:
         log.last = real(event, "time") or log.last
         log.last_monotonic = real(event, "monotonic") or log.last_monotonic
@@ -342,7 +353,7 @@ def _start(log: _Log, event: Record) -> None:
     numbers = _numbers(event.get("ranks"))
     log.ranks = [
         Rank(rank=rank, node=log.index, local_rank=local, pid=integer(pids, str(rank)))
-        for local, rank in enumerate(numbers)
+        for local, rank in enumerate(numbers if event is log.last_start else ())
     ]
     log.attempts.append(
         Attempt(
@@ -360,7 +371,8 @@ def _start(log: _Log, event: Record) -> None:
 
 def _end(log: _Log, event: Record) -> None:
     time, state = real(event, "time") or 0.0, (text(event, "state") or "ended").lower()
-    log.state = "stopped"
+    if log.state in ("starting", "running"):  # an agent that restarts says so before the end
+        log.state = "stopping"
     log.evidence.ended[log.attempt] = min(time, log.evidence.ended.get(log.attempt, time))
     if log.attempts and log.attempts[-1].number == log.attempt:
         reason = one_line(text(event, "reason") or "")
@@ -403,6 +415,8 @@ def _with_steps(rank: Rank, source: Source, *, runs: bool) -> Rank:
         rank = replace(rank, step=sample.last, step_at=sample.last_at, pace=pace)
     if rank.state in _ENDED:
         return rank
+    if sample is not None:
+        rank = replace(rank, phase=sample.phase)
     if not runs:
         return replace(rank, state="unknown")
     if rank.step_at is not None and source.now is not None:
@@ -424,22 +438,22 @@ def _numbers(value: object) -> list[int]:
 # --- the whole job
 
 
-def _state(told: Story, nodes: Sequence[Node]) -> str:
+def _state(of_job: Story, nodes: Sequence[Node]) -> str:
     """Return the state of the job: of its running nodes, else of its end."""
     running = [node.state for node in nodes if node.state not in _OVER]
     # A node that has reported the end of all speaks for a node whose end is unknown.
-    if running and not (told.state and all(node.alive is None for node in nodes)):
+    if running and not (of_job.state and all(node.alive is None for node in nodes)):
         return next((state for state in running if state == "running"), running[0])
-    if told.state:
-        return told.state.lower()
+    if of_job.state:
+        return of_job.state.lower()
     return next((s for s in _TO_BLAME for node in nodes if node.state == s), "unknown")
 
 
 def _duration(
-    told: Story, nodes: Sequence[Node], logs: Sequence[_Log], sources: Sequence[Source]
+    of_job: Story, nodes: Sequence[Node], logs: Sequence[_Log], sources: Sequence[Source]
 ) -> float | None:
     for node, log, source in zip(nodes, logs, sources, strict=True):
         if node.state not in _OVER and log.started_monotonic is not None:
             at = source.now if source.now is not None else log.last_monotonic
             return None if at is None else max(at - log.started_monotonic, 0.0)
-    return told.duration_s
+    return of_job.duration_s

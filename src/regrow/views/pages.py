@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regrow._progress import SLOT
+from regrow._accounts import open_phase
+from regrow._progress import SLOT, SLOT_BYTES
 from regrow.events.evidence import integer
 
 _TARGET = "/memfd:regrow-progress (deleted)"
@@ -28,6 +29,8 @@ class StepSample(NamedTuple):
     first_at: float
     last: int
     last_at: float
+    phase: str = ""
+    """The phase in which it is (`regrow.phase`); "" outside of phases."""
 
 
 class StepPage:
@@ -44,6 +47,7 @@ class StepPage:
         pid, fd = integer(address, "pid"), integer(address, "fd")
         path = f"/proc/{pid}/fd/{fd}"
         self._slot_bytes = integer(address, "slot_bytes") or 0
+        self._has_accounts = self._slot_bytes == SLOT_BYTES
         is_known = address.get("slot_format") == SLOT.format and self._slot_bytes >= SLOT.size
         if not is_known or str(Path(path).readlink()) != _TARGET:
             raise OSError(f"{path} is not the page of steps of this release of regrow")
@@ -62,10 +66,11 @@ class StepPage:
         """Return what the workers have reported, by local rank."""
         found = {}
         for local_rank in range((len(self._memory) - 1) // self._slot_bytes):
-            slot = SLOT.unpack_from(self._memory, local_rank * self._slot_bytes)
-            first, first_at, last, last_at = slot[:4]
+            offset = local_rank * self._slot_bytes
+            first, first_at, last, last_at, _ = SLOT.unpack_from(self._memory, offset)
+            phase = open_phase(self._memory, offset + SLOT.size) if self._has_accounts else ""
             if first_at > 0:
-                found[local_rank] = StepSample(first, first_at, last, last_at)
+                found[local_rank] = StepSample(first, first_at, last, last_at, phase)
         return found
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a snapshot, by the official client; needs the extra `regrow[metrics]`.
+"""Prometheus metrics of a snapshot, by the official client; needs the extra `metrics`.
 
 `METRICS` lists every metric with its labels and its meaning; `docs/guides/watching.md` has the same
 list. Counters are computed from the whole log, so they survive a restart of the exporter.

@@ -13,9 +13,6 @@ from typing import Any
 from regrow.events import Failure, Story
 from regrow.events.evidence import Record, real, text
 
-MOST_TEXT = 20_000
-"""Most characters of a traceback."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
@@ -35,12 +32,6 @@ class Restart:
     """Phases in order, and the seconds from the fault to the end of each."""
     lost_steps: int | None
     """Steps that were done again; None if unknown."""
-    host: str | None = None
-    pid: int | None = None
-    traceback: str = ""
-    """Traceback of the worker that failed first."""
-    details: tuple[str, ...] = ()
-    """Further facts, one line each."""
     restarted: bool = True
     """Whether the job went on."""
 
@@ -57,15 +48,15 @@ class Evidence:
     """Time of each in-process restart, by attempt and iteration."""
 
 
-def restarts_of(told: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
+def restarts_of(of_job: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
     """Return the recoveries of a job, and the failure that ended it, in the order of their times.
 
     Args:
-        told: the story of the job.
+        of_job: the story of the job.
         logs: the evidence of each agent.
     """
-    found = [_of_failure(failure, logs) for failure in told.failures]
-    for move in told.moves:
+    found = [_of_failure(failure, logs) for failure in of_job.failures]
+    for move in of_job.moves:
         found.append(
             Restart(
                 rung=4,
@@ -78,7 +69,7 @@ def restarts_of(told: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
                 lost_steps=move.work_lost,
             )
         )
-    for each in told.in_place:
+    for each in of_job.in_place:
         key = each.attempt, each.iteration
         times = [log.in_process[key] for log in logs if key in log.in_process]
         lasted = max((after for _, after in each.phases), default=0.0)
@@ -92,11 +83,6 @@ def restarts_of(told: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
                 what=each.what,
                 phases=each.phases,
                 lost_steps=None,
-                details=tuple(
-                    f"rank {r.rank}: process {r.ended_pid} ended {r.how}; process {r.pid} took its"
-                    f" place ({r.source})"
-                    for r in each.replaced
-                ),
             )
         )
     return tuple(sorted(found, key=lambda restart: restart.time or 0.0))
@@ -105,13 +91,6 @@ def restarts_of(told: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
 def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
     event = next((e for log in logs if (e := log.failed.get((failure.attempt, failure.rank)))), {})
     is_node = bool(failure.lost_nodes) or (failure.rank is None and failure.pid is None)
-    details = [f"rank {o.rank} on {o.host}: {o.what}" for o in failure.others[:8]]
-    if len(failure.others) > 8:
-        details.append(f"and {len(failure.others) - 8} more")
-    details += [f"node {node.node} was lost: {node.why}" for node in failure.lost_nodes]
-    if failure.timer is not None:
-        details.append(f"it was at {failure.timer.stood}")
-    details += failure.compared
     return Restart(
         rung=4 if is_node else 3,
         cause=_cause(failure, event, is_node=is_node),
@@ -121,10 +100,6 @@ def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
         what=failure.what,
         phases=_phases(failure),
         lost_steps=failure.work_lost,
-        host=failure.host,
-        pid=failure.pid,
-        traceback=(text(event, "traceback") or "")[-MOST_TEXT:],
-        details=tuple(details),
         restarted=failure.restarted_attempt is not None,
     )
 

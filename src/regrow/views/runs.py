@@ -15,12 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regrow.events import EVENTS_FILE
 from regrow.events.evidence import integer, real, text
 from regrow.utils import start_ticks
 
+if TYPE_CHECKING:
+    from regrow.views.remote_job import RemoteJob
+
+ELSEWHERE = "/dev/null"
+"""The directory of runs without a log directory that this process can read; it holds no file."""
+ANSWERS_S = 10.0
+"""Seconds after its latest answer in which an agent on another host counts as running."""
 OPEN_S = 60.0
 """Seconds after its last event in which a log without an end may still overlap with another one."""
 MOST_RUNS = 2_000
@@ -51,6 +58,11 @@ class Run:
     script: str
     """The command of a worker."""
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process has no log of it, and knows it by the answers of its agent only."""
+        return self.directory.startswith(ELSEWHERE)
+
     def is_alive(self) -> bool | None:
         """Return whether the agent runs; None if it is on another host, or unknown."""
         if self.finished is not None:
@@ -76,27 +88,42 @@ class Library:
 
     Args:
         roots: log directories, directories of runs, or event logs.
+        remote: a running job that is asked at its endpoint.
     """
 
-    def __init__(self, roots: Sequence[str]) -> None:
+    def __init__(self, roots: Sequence[str], remote: RemoteJob | None = None) -> None:
         self._roots = tuple(roots)
+        self.remote = remote
         self._known: dict[str, tuple[tuple[int, int], Run | None]] = {}
 
     def jobs(self) -> list[Job]:
         """Return the jobs; the one that started last comes first."""
         logs = sorted(_logs(self._roots), key=lambda log: log[1].st_mtime_ns, reverse=True)
         runs = [run for log, status in logs[:MOST_RUNS] if (run := self._run(log, status))]
+        if self.remote is not None:
+            known = {(run.host, run.agent) for run in runs}
+            found = self.remote.runs()
+            runs += [run for run in found if (run.host, run.agent) not in known]
         return grouped(runs)
 
     def another(self) -> Library:
         """Return a library of the same directories, for another thread."""
-        library = Library(self._roots)
+        library = Library(self._roots, self.remote)
         library._known = dict(self._known)
         return library
 
     def job(self, key: str) -> Job | None:
         """Return the job with this key."""
         return next((job for job in self.jobs() if job.key == key), None)
+
+    def is_alive(self, run: Run) -> bool | None:
+        """Return whether an agent runs; None if it is on another host, and does not answer."""
+        alive = run.is_alive()
+        if alive is None and self.remote is not None:
+            node = self.remote.node(run)
+            if node is not None and node.silent_s() < ANSWERS_S:
+                return True
+        return alive
 
     def _run(self, log: str, status: os.stat_result) -> Run | None:
         """Return the run with this log; what is known of an unchanged log is not read again."""
@@ -155,13 +182,19 @@ def _read_run(log: str, before: Run | None) -> Run | None:
         file.seek(max(size - _TAIL, 0))
         tail = _records(file.read(_TAIL).split(b"\n"))
     run = before or _from_start(os.path.dirname(os.path.abspath(log)), head)
-    if run is None:
-        return None
-    tail += _end_of(run.directory)
+    return None if run is None else _with_end(run, tail + _end_of(run.directory))
+
+
+def run_of(directory: str, events: Sequence[dict[str, Any]]) -> Run | None:
+    """Return the run with these events; None if no start of a job is among them."""
+    run = _from_start(directory, events)
+    return None if run is None else _with_end(run, events)
+
+
+def _with_end(run: Run, tail: Sequence[dict[str, Any]]) -> Run:
     finished = next((e for e in tail if text(e, "name") == "regrow.job.finished"), {})
     times = [time for event in tail if (time := real(event, "time")) is not None]
-    last = max([run.last, *times])
-    return replace(run, last=last, finished=text(finished, "state"))
+    return replace(run, last=max([run.last, *times]), finished=text(finished, "state"))
 
 
 def _from_start(directory: str, head: Sequence[dict[str, Any]]) -> Run | None:
@@ -205,46 +238,15 @@ def _records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
     return found
 
 
-class EventReader:
-    """Reads the event log of a run as it grows.
+class LatestEvents:
+    """Events in the order of their log; of one name the latest `MOST_OF_A_NAME`."""
 
-    Args:
-        directory: the directory of the run.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._position = 0
-        self._has_end = False
-        self._unread = b""
-        self._counts: dict[str, int] = {}
+    def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        """The events, in the order of the log; of one name the latest `MOST_OF_A_NAME`."""
+        self._counts: dict[str, int] = {}
 
-    def read(self) -> bool:
-        """Read what is new; return whether there is something new.
-
-        Raises:
-            OSError: the log cannot be read.
-        """
-        before = len(self.events), self._position
-        with open(os.path.join(self._directory, EVENTS_FILE), "rb") as file:
-            if os.fstat(file.fileno()).st_size < self._position:  # it was replaced
-                self.events, self._counts = [], {}
-                self._position, self._unread = 0, b""
-            file.seek(self._position)
-            while data := file.read(1 << 20):
-                self._position += len(data)
-                *lines, rest = (self._unread + data).split(b"\n")
-                # The end of a line that is too long is no JSON, and is dropped too.
-                self._unread = rest if len(rest) <= LONGEST_LINE else b"\0"
-                self._add(_records(lines))
-        if not self._has_end and (end := _end_of(self._directory)):
-            self._has_end = True
-            self._add(end)
-        return (len(self.events), self._position) != before
-
-    def _add(self, records: Sequence[dict[str, Any]]) -> None:
+    def add(self, records: Sequence[dict[str, Any]]) -> None:
+        """Add the next events."""
         for record in records:
             name = str(record.get("name"))
             self.events.append(record)
@@ -263,3 +265,46 @@ class EventReader:
                 kept.append(record)
         self.events = kept
         self._counts[name] -= MOST_OF_A_NAME
+
+
+class EventReader:
+    """Reads the event log of a run as it grows.
+
+    Args:
+        directory: the directory of the run.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._position = 0
+        self._has_end = False
+        self._unread = b""
+        self._kept = LatestEvents()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The events, in the order of the log; of one name the latest `MOST_OF_A_NAME`."""
+        return self._kept.events
+
+    def read(self) -> bool:
+        """Read what is new; return whether there is something new.
+
+        Raises:
+            OSError: the log cannot be read.
+        """
+        before = len(self.events), self._position
+        with open(os.path.join(self._directory, EVENTS_FILE), "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._position:  # it was replaced
+                self._kept = LatestEvents()
+                self._position, self._unread = 0, b""
+            file.seek(self._position)
+            while data := file.read(1 << 20):
+                self._position += len(data)
+                *lines, rest = (self._unread + data).split(b"\n")
+                # The end of a line that is too long is no JSON, and is dropped too.
+                self._unread = rest if len(rest) <= LONGEST_LINE else b"\0"
+                self._kept.add(_records(lines))
+        if not self._has_end and (end := _end_of(self._directory)):
+            self._has_end = True
+            self._kept.add(end)
+        return (len(self.events), self._position) != before

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a job: job > round > attempt > restart; needs the extra `regrow[otel]`.
+"""OpenTelemetry spans of a job: job > round > attempt > restart; needs the extra `otel`.
 
 `spans` derives the spans from the events of one agent and the restarts of its snapshot: a pure
 function. `Sender` exports each span once, when it has ended, by OTLP over HTTP. The standard
@@ -202,6 +202,8 @@ class Sender:
         if each.error is not None:
             span.set_status(Status(StatusCode.ERROR, each.error))
         span.end(_ns(each.end))
+        # A child needs the context of its parent only, and a job may have thousands of spans.
+        self._open[each.key] = trace.NonRecordingSpan(span.get_span_context())
         self._sent.add(each.key)
 
 

@@ -1,4 +1,4 @@
-"""`regrow top`: a running job in the terminal, drawn by rich; needs the extra `regrow[top]`."""
+"""`regrow top`: a running job in the terminal, drawn by rich; needs the extra `top`."""
 
 from __future__ import annotations
 
@@ -32,37 +32,51 @@ def show(library: Library, console: Console, *, once: bool) -> None:
         once: print the job once, with all ranks, and return.
     """
     watch = JobWatch(library, library.jobs()[0])
+    remote = library.remote
+
+    def drawn(snapshot: Snapshot, height: int | None) -> RenderableType:
+        fault = remote.fault() if remote is not None else ""
+        return render(snapshot, height, fault)
+
     try:
         if once:
-            console.print(render(watch.snapshot(), None))
+            console.print(drawn(watch.snapshot(), None))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             snapshot = watch.snapshot()
-            while not snapshot.is_over:
-                live.update(render(snapshot, console.height), refresh=True)
+            while not (snapshot.is_over or (remote is not None and remote.is_gone())):
+                live.update(drawn(snapshot, console.height), refresh=True)
                 sleep(REFRESH_S)
                 snapshot = watch.snapshot()
-        console.print(render(snapshot, None))
+        console.print(drawn(snapshot, None))
     except KeyboardInterrupt:
         pass
     finally:
         watch.close()
 
 
-def render(snapshot: Snapshot, height: int | None) -> RenderableType:
+def render(snapshot: Snapshot, height: int | None, fault: str = "") -> RenderableType:
     """Return the view of a job.
 
     Args:
         snapshot: the job.
         height: rows of the terminal. If the ranks do not fit, those are shown that need attention:
             first those that do not run, then those that are most behind. None: no limit.
+        fault: why the other hosts are not reached now.
     """
     parts: list[RenderableType] = [_head(snapshot), _nodes(snapshot.nodes)]
+    if fault:
+        parts.append(Text(f"not reached now: {fault}", "red"))
     if snapshot.restarts:
         parts.append(_restarts(snapshot.restarts[-MOST_RESTARTS:]))
-    used = 8 + len(snapshot.nodes) + min(len(snapshot.restarts), MOST_RESTARTS) * 2
+    hidden = (snapshot.world_size or 0) - len(snapshot.ranks)
+    used = 8 + bool(fault) + (hidden > 0) + len(snapshot.nodes)
+    used += min(len(snapshot.restarts), MOST_RESTARTS) * 2
     room = len(snapshot.ranks) if height is None else max(height - used, 3)
     parts.append(_ranks(snapshot.ranks, room))
+    if hidden > 0:
+        ranks = f"{hidden} rank{'s' if hidden != 1 else ''} of other hosts"
+        parts.append(Text(f"without {ranks}: give their log directories or --rdzv-endpoint", "dim"))
     return Group(*parts)
 
 
@@ -71,7 +85,7 @@ def _head(s: Snapshot) -> Text:
         ("regrow ", "bold"), f"{s.script or 'job'} {s.run_id or ''}  ", _state(s.state)
     )
     facts = [
-        f"running for {_duration(s.duration_s)}",
+        f"{'ran' if s.is_over else 'running'} for {_duration(s.duration_s)}",
         f"attempt {_number(s.attempt)}",
         f"{_number(s.world_size)} workers",
         f"step {_number(s.step)}",
@@ -80,14 +94,16 @@ def _head(s: Snapshot) -> Text:
         f"restarts left {_number(s.restarts_left)}",
         f"steps done again {s.lost_steps}",
     ]
-    return line.append("\n" + ", ".join(facts)).append(f"\n{s.reason}" if s.is_over else "")
+    is_reason_new = s.is_over and s.reason != s.state
+    return line.append("\n" + ", ".join(facts)).append(f"\n{s.reason}" if is_reason_new else "")
 
 
 def _nodes(nodes: Sequence[Node]) -> Table:
-    table = _table("node", "state", "node rank", "attempt", "round", "latest")
+    table = _table("node", "state", "node rank", "attempt", "round", "answered", "latest")
     for node in nodes:
         numbers = (_number(node.node_rank), _number(node.attempt), _number(node.round))
-        table.add_row(node.host, _state(node.state), *numbers, Text(node.incident))
+        host, incident = Text(node.host), Text(node.incident)
+        table.add_row(host, _state(node.state), *numbers, _ago(node.answered_s), incident)
     return table
 
 
@@ -101,18 +117,18 @@ def _restarts(restarts: Sequence[Restart]) -> Table:
 
 
 def _ranks(ranks: Sequence[Rank], room: int) -> RenderableType:
-    columns = ("rank", "state", "step", "behind", "steps/s", "last step", "pid", "")
+    columns = ("rank", "state", "step", "behind", "steps/s", "phase", "last step", "pid", "")
     table = _table(*columns, right=("rank", "step", "behind", "steps/s", "last step", "pid"))
     urgent = sorted(ranks, key=lambda rank: (rank.state == "running", -rank.behind, rank.rank))
     for rank in sorted(urgent[:room], key=lambda rank: rank.rank):
-        age = "-" if rank.step_age_s is None else f"{_duration(rank.step_age_s)} ago"
         table.add_row(
             str(rank.rank),
             _state(rank.state),
             _number(rank.step),
             str(rank.behind or ""),
             _number(rank.pace),
-            age,
+            Text(rank.phase or "-"),
+            _ago(rank.step_age_s),
             str(rank.pid or "-"),
             Text(f"{rank.what} (replaced {rank.replaced} times)" if rank.replaced else rank.what),
         )
@@ -142,6 +158,10 @@ def _number(value: float | None) -> str:
     if value is None or value == -1:
         return "-"
     return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{_duration(seconds)} ago"
 
 
 def _duration(seconds: float | None) -> str:

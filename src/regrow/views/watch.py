@@ -1,4 +1,7 @@
-"""`JobWatch`: follows a job's logs and its page of steps, and gives a `Snapshot` when asked.
+"""`JobWatch`: follows a job's logs and its steps, and gives a `Snapshot` when asked.
+
+The steps come from the page of steps of an agent on this host, or from the answers of an agent on
+another one (`RemoteJob`).
 
 It reads nothing between two calls, so a view that nobody looks at costs nothing.
 """
@@ -59,16 +62,20 @@ class JobWatch:
 
     def _add(self, job: Job) -> None:
         self.job = job
+        directories = [run.directory for run in job.runs]
+        for gone in self._agents.keys() - directories:  # its log has appeared meanwhile, or is gone
+            self._agents.pop(gone).close()
+            self._story = None
         for run in job.runs:
             if run.directory not in self._agents:
-                self._agents[run.directory] = _Agent(run)
+                self._agents[run.directory] = _Agent(run, self._library)
 
 
 class _Agent:
-    """Log and page of one agent."""
+    """Log and steps of one agent."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, library: Library) -> None:
+        self._run, self._library = run, library
         self._reader = EventReader(run.directory)
         self._seen = 0
         self.is_changed = False
@@ -76,22 +83,34 @@ class _Agent:
         self._page: StepPage | None = None
         self._offset: float | None = None  # wall time minus monotonic time of its host
         self._finished = False
+        self._attempt: int | None = None
         self._earlier: deque[tuple[float, dict[int, StepSample]]] = deque()
 
     def source(self) -> Source:
         self.is_changed = False
-        with suppress(OSError):
-            self.is_changed = self._reader.read()
-        events = self._reader.events
+        remote = self._library.remote
+        node = remote.node(self._run) if remote is not None else None
+        if remote is not None and self._run.is_elsewhere:
+            events = remote.events(self._run)
+            self.is_changed = len(events) != self._seen
+        else:
+            with suppress(OSError):
+                self.is_changed = self._reader.read()
+            events = self._reader.events
         for event in events[self._seen :] if self._seen <= len(events) else events:
             self._follow(event)
         self._seen = len(events)
-        samples = self._page.read() if self._page is not None else {}
+        samples: dict[int, StepSample] = {}
+        if self._page is not None:
+            samples = self._page.read()
+        elif node is not None and node.report.attempt == self._attempt and not self._finished:
+            samples = node.samples()
         return Source(
             name=os.path.basename(self._run.directory),
             events=events,
-            alive=False if self._finished else self._run.is_alive(),
-            now=self._now(),
+            alive=False if self._finished else self._library.is_alive(self._run),
+            now=self._now() if node is None else node.now(),
+            answered_s=None if node is None else node.silent_s(),
             samples=samples,
             paces=self._paces(samples),
         )
@@ -111,6 +130,7 @@ class _Agent:
         elif name == "regrow.attempt.started":
             self.close()
             self._earlier.clear()
+            self._attempt = integer(event, "attempt")
             address = event.get("page")
             if isinstance(address, dict) and event.get("host") == os.uname().nodename:
                 with suppress(OSError):

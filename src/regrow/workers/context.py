@@ -36,6 +36,7 @@ from regrow.workers.logs.pump import LogPump
 from regrow.workers.logs.specs import of_rank
 from regrow.workers.worker_set import (
     Launcher,
+    Overdue,
     RunProcsResult,
     WorkerChange,
     WorkerSet,
@@ -45,6 +46,7 @@ from regrow.workers.worker_set import (
 if TYPE_CHECKING:
     from types import FrameType
 
+    from regrow.workers.logs.relay import StderrRelay
     from regrow.workers.logs.specs import LogsSpecs
 
 logger = get_logger(__name__)
@@ -69,6 +71,7 @@ class Supervision(TypedDict, total=False):
     others_continue: Callable[[int], bool]
     owes_result: Callable[[int], bool]
     vacates: Callable[[int], bool]
+    relay: StderrRelay | None
 
 
 class PContext:
@@ -101,6 +104,7 @@ class PContext:
         vacates: returns, for the local rank of a worker without which the others can continue,
             whether another process may take its place (`replace` or `give_up`); must not block.
             Default: none may.
+        relay: keeps the end of each stderr that is not redirected, if `logs_specs` asks for it.
 
     Raises:
         RuntimeError: the log destinations do not cover the local ranks.
@@ -126,6 +130,7 @@ class PContext:
         others_continue: Callable[[int], bool] = lambda local_rank: False,
         owes_result: Callable[[int], bool] = lambda local_rank: False,
         vacates: Callable[[int], bool] = lambda local_rank: False,
+        relay: StderrRelay | None = None,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -145,6 +150,7 @@ class PContext:
             prefixes=log_line_prefixes,
             stdout_filters=duplicate_stdout_filters,
             stderr_filters=duplicate_stderr_filters,
+            relay=relay,
         )
         self._shutdown_timeout = shutdown_timeout
         self._own_guardian = guardian is None
@@ -343,6 +349,11 @@ class PContext:
         with self._changed:
             return dict(self._workers.sources)
 
+    def overdue(self) -> Overdue:
+        """Return the local ranks with processes that outlived the grace of a stop."""
+        with self._changed:
+            return self._workers.overdue
+
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         """Stop the workers and all their descendants, and release all resources. May be repeated.
 
@@ -497,7 +508,8 @@ class StoppedEarly(SignalException):
 
     Args:
         why: who asked the job to stop.
-        return_values: the return value of each worker of this node, by global rank.
+        return_values: the return value of each worker of this node, by global rank; empty if this
+            node stood by.
     """
 
     def __init__(self, why: str, return_values: dict[int, Any]) -> None:

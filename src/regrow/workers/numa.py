@@ -1,8 +1,8 @@
 """CPU affinity of workers: each worker's memory is close to its CPUs and to its device.
 
 Local rank n belongs to the host's GPU n, as in torch. A pure function chooses the CPUs from a
-description of the host, `Host`. `read_host` reads this description from /sys. If the host has no
-GPUs (or /sys does not show them), local ranks are assigned to the NUMA nodes in turn.
+`CpuTopology`, which `read_host` reads from /sys. If the host has no GPUs (or /sys does not show
+them), local ranks are assigned to the NUMA nodes in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NumaOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class CpuTopology:
     """The CPUs and GPUs of a host that this process may use."""
 
     nodes: Mapping[int, Sequence[int]]
@@ -52,7 +52,7 @@ class Host:
     """NUMA node of each GPU, in the order of their PCI addresses."""
 
 
-def choose_cpus(host: Host, local_rank: int, mode: AffinityMode) -> list[int]:
+def choose_cpus(host: CpuTopology, local_rank: int, mode: AffinityMode) -> list[int]:
     """Choose the CPUs for a worker, in ascending order.
 
     Args:
@@ -140,7 +140,7 @@ def bound_command(argv: Sequence[str], local_rank: int, options: NumaOptions) ->
     return ["numactl", f"--physcpubind={','.join(map(str, cpus))}", *argv]
 
 
-def read_host(root: str = "/sys", allowed: set[int] | None = None) -> Host:
+def read_host(root: str = "/sys", allowed: set[int] | None = None) -> CpuTopology:
     """Describe this host.
 
     Args:
@@ -170,7 +170,7 @@ def read_host(root: str = "/sys", allowed: set[int] | None = None) -> Host:
             _text(os.path.join(place, "topology/thread_siblings_list"), f"{cpu}")
         )
         caches[cpu] = parse_cpus(_text(_last_cache(place), f"{cpu}"))
-    return Host(nodes, sockets, cores, caches, _gpu_nodes(root))
+    return CpuTopology(nodes, sockets, cores, caches, _gpu_nodes(root))
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

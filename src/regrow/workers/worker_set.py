@@ -70,6 +70,15 @@ class WorkerChange(NamedTuple):
     """Time of the change, in seconds of the monotonic clock."""
 
 
+class Overdue(NamedTuple):
+    """The local ranks with processes that got SIGKILL because they had outlived a grace."""
+
+    killed: frozenset[int] = frozenset()
+    """Ranks whose worker did."""
+    killed_descendants: frozenset[int] = frozenset()
+    """Ranks whose worker had ended; processes that it had started did."""
+
+
 @dataclass
 class RunProcsResult:
     """Result of a group of workers; all fields are by local rank."""
@@ -175,6 +184,8 @@ class WorkerSet:
         self._workers: dict[int, int] = {}  # the guardian's numbers of the workers
         self._last_stop: tuple[int, float] | None = None  # signal and deadline
         self._least_grace = 0.0  # of all stops, except by SIGKILL
+        self.overdue = Overdue()
+        """The ranks with processes that outlived the grace of a stop."""
         self._killed_with: dict[int, str] = {}  # how the guardian's end killed these workers
         self._loss_outcome: EndKind | None = None  # of the workers of a guardian that is lost
 
@@ -246,8 +257,10 @@ class WorkerSet:
 
     def hurry(self, grace: float) -> None:
         """Shorten the grace of workers that are being stopped; no effect on other workers."""
-        if self.group.stopped_at is not None:
+        if self.group.stopped_at is not None and self._last_stop is not None:
             self.guardian.stop([self._workers[rank] for rank in self.left], 0, grace)
+            signum, deadline = self._last_stop
+            self._last_stop = signum, min(deadline, self.group.stopped_at + grace)
 
     def lengthen(self, grace: float) -> None:
         """Give the workers at least this grace, counted from their first stop, past or future."""
@@ -279,7 +292,10 @@ class WorkerSet:
                 return WorkerChange(rank, pid, "suspended", signum, at)
             case guard.Resumed(signal=signum, monotonic=at):
                 return WorkerChange(rank, pid, "resumed", signum, at)
-            case guard.Gone(left_behind=left, stuck=stuck):
+            case guard.Gone(left_behind=left, stuck=stuck, monotonic=at):
+                if left and self._grace_was_over(at) and rank not in self.overdue.killed:
+                    descendants = self.overdue.killed_descendants | {rank}
+                    self.overdue = self.overdue._replace(killed_descendants=descendants)
                 self._note_gone(rank)
                 self._log_leftovers(rank, left, stuck)
                 if self._is_vacant(rank):
@@ -295,8 +311,17 @@ class WorkerSet:
         others_continue = (well or code != 0) and self.others_continue(rank)
         outcome: EndKind = "completed" if well else "stopped" if event.stopping else "failed"
         end = WorkerEnd(code, event.monotonic, outcome, event.late)
+        if code == -signal.SIGKILL and self._grace_was_over(end.at):
+            self.overdue = self.overdue._replace(killed=self.overdue.killed | {rank})
         self._note_end(rank, end, others_continue, others_continue and self.vacates(rank))
         return self._change_of_end(rank)
+
+    def _grace_was_over(self, at: float) -> bool:
+        """Return whether the workers had been asked to end, and the time for it was over."""
+        if self._last_stop is None:
+            return False
+        signum, deadline = self._last_stop
+        return signum != signal.SIGKILL and at >= deadline
 
     def _change_of_end(self, rank: int) -> WorkerChange:
         end, pid = self.group.ends[rank], self.pids.get(rank, 0)

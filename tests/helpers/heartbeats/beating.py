@@ -40,7 +40,7 @@ class Session:
 class Process:
     """A worker's process."""
 
-    def __init__(self, world: World, plan: beats.Plan, incarnation: int) -> None:
+    def __init__(self, world: World, plan: beats.HeartbeatPlan, incarnation: int) -> None:
         self.world = world
         self.plan = plan
         self.incarnation = incarnation
@@ -193,8 +193,8 @@ class World:
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._due_at: float | None = None
 
-    def plan(self, rank: int, size: int | None = None, **other: object) -> beats.Plan:
-        return beats.Plan(rank, size or self.size, **{**self._plan, **other})  # type: ignore[arg-type]
+    def plan(self, rank: int, size: int | None = None, **other: object) -> beats.HeartbeatPlan:
+        return beats.HeartbeatPlan(rank, size or self.size, **{**self._plan, **other})  # type: ignore[arg-type]
 
     def start(self, rank: int, size: int | None = None, **other: object) -> Process:
         """Start a worker's process."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from regrow.heartbeat.beats import Plan
+from regrow.heartbeat.beats import HeartbeatPlan
 from regrow.heartbeat.death import KernelTimer, die
 from regrow.heartbeat.failure import HeartbeatFailure, Ranks
 from regrow.heartbeat.failure_policy import FailurePolicy
@@ -71,7 +71,7 @@ REASON = str(failure())
 
 def armed() -> FailurePolicy:
     """Arm the timers that end this process in 0.1 s."""
-    policy = FailurePolicy(Plan(0, 3, 0.05, 0.05, failures=1, start_timeout=1.0))
+    policy = FailurePolicy(HeartbeatPlan(0, 3, 0.05, 0.05, failures=1, start_timeout=1.0))
     policy.arm(0.1)
     return policy
 

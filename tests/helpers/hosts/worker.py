@@ -128,8 +128,8 @@ def elastic() -> None:
         alive = os.open(
             FOLDER / "alive" / f"{number}.{HOST}.{os.getpid()}", os.O_WRONLY | os.O_CREAT
         )
-        dist.init_process_group("gloo", timeout=timedelta(minutes=30))
         note("started")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=30))
         step, first = state.recover(call, default), True
         rank = int(os.environ["RANK"])
         while True:
@@ -217,8 +217,8 @@ def gloo() -> None:
         try:
             dist.all_reduce(total)
         except RuntimeError:  # the other ranks are gone
-            if "STAYS" in os.environ:
-                stay()
+            if {"STAYS", "CHECKPOINT"} & os.environ.keys():
+                stay()  # with CHECKPOINT until its own SIGTERM, which may come after their end
             raise
         assert total[0] == dist.get_world_size()
         if first:

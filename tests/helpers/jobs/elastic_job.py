@@ -87,14 +87,14 @@ class Elastic:
         self._env = {"FOLDER": str(self.folder), "STEPS": str(steps), "HOLD": str(hold)}
         self.jobs: list[Job] = []
 
-    def agent(self, *flags: str, nproc: int = 1) -> Job:
-        """Start another agent."""
+    def agent(self, *flags: str, nproc: int = 1, env: dict[str, str] | None = None) -> Job:
+        """Start another agent, with more variables than the other agents have."""
         job = self._launch(
             self._script,
             *self._flags,
             *flags,
             nproc=nproc,
-            env=self._env,
+            env=self._env | (env or {}),
             standalone=False,
             prelude="import os, signal, sys, time\n",
         )
@@ -154,8 +154,9 @@ class Elastic:
         victim.kill_family()
 
     def of_all(self, pids: dict[int, int], job: Job) -> list[int]:
-        """Return the ranks of the workers that an agent has started."""
-        return [rank for rank, pid in sorted(pids.items()) if job.owns(pid)]
+        """Return the ranks of the workers that an agent has started; they may have ended."""
+        started = {pid for e in job.events("attempt.started") for pid in e["pids"].values()}
+        return [rank for rank, pid in sorted(pids.items()) if pid in started]
 
     def go(self) -> None:
         """Let the workers go on."""

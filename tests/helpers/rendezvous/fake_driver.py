@@ -70,6 +70,8 @@ class FakeDriver:
     def __init__(self, rounds: FakeRounds) -> None:
         self.rounds = rounds
         self.beats = 0
+        self.timeouts: list[float] = []
+        """The time-outs of the calls of `submit`."""
         self.blocked = False
         """Whether a call has waited, because the node is cut off or answers are withheld."""
         self.closed: list[bool] = []
@@ -130,6 +132,7 @@ class FakeDriver:
         self.rounds.until(lambda: self.beats >= beats + count)
 
     def submit(self, event: Event, timeout: float) -> Snapshot:
+        self.timeouts.append(timeout)
         with self._reached(timeout):
             self._wait_while_held(event, applied=False)
             answered = self.rounds.post(event)

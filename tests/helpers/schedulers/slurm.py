@@ -27,6 +27,7 @@ from helpers.schedulers.training import (
     PATIENCE_S,
     Training,
     introduce,
+    is_about_losses,
     left_over,
     unwrapped,
 )
@@ -288,8 +289,7 @@ class SlurmJob:
 
         The line that says which hosts may be lost does not count: a short job may end before it.
         """
-        known = "regrow: the rendezvous survives "
-        lines = [line for line in unwrapped(self.output) if known not in line]
+        lines = [line for line in unwrapped(self.output) if not is_about_losses(line)]
         return [line for line in lines if line.startswith(("srun: ", "slurmstepd")) == of_slurm]
 
     def start_soon(self) -> None:

@@ -44,7 +44,8 @@ START_LINES = 3
 
 
 def stop_lines(nodes: int, output: str) -> int:
-    """Return the lines of a job that is stopped: the signal, one of each agent, two of a story.
+    """Return the lines of a job that is stopped: the signal, two of the story, one of each other
+    agent.
 
     A scheduler signals one host after the other. The hosts that have no signal yet may start again
     without the first one. A new worker that has no handler yet then ends with a line. A story that
@@ -53,7 +54,12 @@ def stop_lines(nodes: int, output: str) -> int:
     counted = r"was stopped by SIGTERM after .*?with\s+\d+\s+(restart|membership)"
     again = re.search(counted, output, re.DOTALL)
     logged = re.findall(r"regrow: .*; (?:waiting|restarting|no restarts|the rendezvous)", output)
-    return 3 + nodes + (6 if again else 0) + len(logged)
+    return 2 + nodes + (6 if again else 0) + len(logged)
+
+
+def is_about_losses(line: str) -> bool:
+    """Return whether the line says which hosts may be lost: a short job may end before it."""
+    return re.search("regrow: the rendezvous (survives|does not survive) ", line) is not None
 
 
 def unwrapped(output: str) -> list[str]:

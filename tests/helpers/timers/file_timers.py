@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.processes import PATIENCE, wait_until
-from regrow.timer.fifo.request import FileTimerRequest, Refusal
+from regrow.timer.fifo.request import FileTimerRequest, RequestRefusal
 from regrow.timer.fifo.server import FileTimerServer, Reaping
 
 # torch's own timer, without the rest of torch, which takes seconds to import.
@@ -36,7 +36,7 @@ class WatchedServer(FileTimerServer):
             str(path), "run", log_event=lambda *event: self.events.append(event), **options
         )
         self.reapings: queue.SimpleQueue[list[Reaping]] = queue.SimpleQueue()
-        self.refusals: queue.SimpleQueue[Refusal] = queue.SimpleQueue()
+        self.refusals: queue.SimpleQueue[RequestRefusal] = queue.SimpleQueue()
         self.seen: queue.SimpleQueue[FileTimerRequest] = queue.SimpleQueue()
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
@@ -47,7 +47,7 @@ class WatchedServer(FileTimerServer):
     def before_reaping(self, reapings: list[Reaping]) -> None:
         self.reapings.put(reapings)
 
-    def on_refused(self, refusal: Refusal, request: FileTimerRequest | None) -> None:
+    def on_refused(self, refusal: RequestRefusal, request: FileTimerRequest | None) -> None:
         super().on_refused(refusal, request)
         self.refusals.put(refusal)
 

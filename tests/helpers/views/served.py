@@ -53,9 +53,10 @@ class Served:
 
 
 @contextmanager
-def served(runs: Path, *arguments: str) -> Iterator[Served]:
-    """Run `regrow web` on a free port while the block runs."""
-    command = [sys.executable, "-m", "regrow", "web", "--port", "0", *arguments, str(runs)]
+def served(runs: Path | None, *arguments: str) -> Iterator[Served]:
+    """Run `regrow web` on a free port while the block runs, for these log directories."""
+    command = [sys.executable, "-m", "regrow", "web", "--port", "0", *arguments]
+    command += [str(runs)] if runs is not None else []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from regrow.inprocess.group import group, group_rules
 from regrow.inprocess.group import group_messages as messages
-from regrow.inprocess.group.group import Group, Phase, bit
+from regrow.inprocess.group.group import Group, GroupPhase, bit
 from regrow.inprocess.group.group_messages import Faults, NotReplaced
 from regrow.inprocess.group.group_rules import Event, Lost, Tick
 from regrow.inprocess.group.group_service import InprocessService
@@ -72,7 +72,7 @@ def _step_forgets_meeting(state: Group, event: Event, now: float) -> Group:
 def _step_ends_when_done(state: Group, event: Event, now: float) -> Group:
     """The call is over when all ranks are done, before every rank knows that."""
     after = group_rules.step(state, event, now)
-    return after._replace(phase=Phase.OVER) if after.phase is Phase.CONFIRMING else after
+    return after._replace(phase=GroupPhase.OVER) if after.phase is GroupPhase.CONFIRMING else after
 
 
 def _step_ends_twice(state: Group, event: Event, now: float) -> Group:
@@ -92,7 +92,7 @@ def _step_numbers_by_initial_rank(state: Group, event: Event, now: float) -> Gro
 
 def _step_counts_discarded(state: Group, event: Event, now: float) -> Group:
     """A rank without a place in the new world interrupts the ranks that have one."""
-    if isinstance(event, messages.Leave):
+    if isinstance(event, messages.LeaveGroup):
         event = replace(event, discarded=False)
     return group_rules.step(state, event, now)
 
@@ -100,7 +100,7 @@ def _step_counts_discarded(state: Group, event: Event, now: float) -> Group:
 def _step_ignores_faults_while_entering(state: Group, event: Event, now: float) -> Group:
     """A fault between the meeting and the start of the function interrupts no rank."""
     after = group_rules.step(state, event, now)
-    if state.phase is Phase.ENTERING and after.phase is Phase.LAST_CALL:
+    if state.phase is GroupPhase.ENTERING and after.phase is GroupPhase.LAST_CALL:
         after = after._replace(phase=state.phase, here=state.here, since=state.since, faults=())
         return group_rules.step(after, Tick(), now)
     return after
@@ -150,7 +150,7 @@ def _reply_first_begins(
 ) -> messages.GroupReply | None:
     """Each rank may begin as soon as it enters, without the other ranks."""
     reply = group.reply(state, asked, now)
-    entering = isinstance(asked, messages.Enter) and state.phase is Phase.ENTERING
+    entering = isinstance(asked, messages.Enter) and state.phase is GroupPhase.ENTERING
     return messages.Go(state.iteration) if reply is None and entering else reply
 
 
@@ -159,7 +159,7 @@ def _reply_done_continues(
 ) -> messages.GroupReply | None:
     """A rank that is done continues without waiting for the end of the call."""
     reply = group.reply(state, asked, now)
-    done = isinstance(asked, messages.RankDone) and state.phase is Phase.RUNNING
+    done = isinstance(asked, messages.RankDone) and state.phase is GroupPhase.RUNNING
     return messages.Go(state.iteration) if reply is None and done else reply
 
 
@@ -175,7 +175,7 @@ def _reply_always_left(
     state: Group, asked: messages.Asked, now: float
 ) -> messages.GroupReply | None:
     """A rank that leaves always receives that the others continue, even if they do not."""
-    if isinstance(asked, messages.Leave):
+    if isinstance(asked, messages.LeaveGroup):
         return messages.Left(Faults(state.iteration, state.faults, now))
     return group.reply(state, asked, now)
 

@@ -7,7 +7,7 @@ answer to a process that joins. It does not use what the rules keep about losses
 from __future__ import annotations
 
 from regrow.inprocess.group import group_messages as messages
-from regrow.inprocess.group.group import End, Group, Phase, bit, ranks_of
+from regrow.inprocess.group.group import End, Group, GroupPhase, bit, ranks_of
 from regrow.inprocess.group.group_rules import Event, Lost
 
 
@@ -94,15 +94,15 @@ class Observer:
     def stepped(self, before: Group, event: Event, after: Group, now: float) -> None:
         """Check the effect of an event on the group."""
         if before is not self.state:
-            if self.state is not None and self.state.phase is not Phase.OVER:
+            if self.state is not None and self.state.phase is not GroupPhase.OVER:
                 self.failed.add(self.group)
             self.group += 1
             self.living.clear()
             self._begin()
         self.state = after
-        if after.phase is Phase.JOINING:
+        if after.phase is GroupPhase.JOINING:
             self.joined = after.here
-        if after.phase is Phase.OVER:
+        if after.phase is GroupPhase.OVER:
             self.over[self.group] = after.iteration
         if after.failure is not None:
             self.failed.add(self.group)
@@ -151,7 +151,7 @@ class Observer:
             case messages.Join() if not lives:
                 self._vacant.discard(rank)
                 self._given_up.discard(rank)
-                if before.phase is Phase.JOINING:
+                if before.phase is GroupPhase.JOINING:
                     self._lost.discard(rank)
                 elif event.incarnation:
                     self._waiting.add(rank)
@@ -161,7 +161,7 @@ class Observer:
             case Lost() if lives:
                 self._lost.add(rank)
                 self._lose(rank, now)
-            case messages.Leave() if lives:
+            case messages.LeaveGroup() if lives:
                 self._lost.add(rank)
                 if event.replaced:
                     self._lose(rank, now)
@@ -185,7 +185,7 @@ class Observer:
     def check_wait(self, now: float) -> None:
         """Check that ranks that are ready wait only as long as they may."""
         state = self.state
-        if state is None or state.phase is not Phase.ENDING or state.finished:
+        if state is None or state.phase is not GroupPhase.ENDING or state.finished:
             return
         if not state.living & ~state.here and not self._awaited(now, state.timeouts.replacement):
             raise Violation(

@@ -355,7 +355,7 @@ class Rank:
         self.doomed = True
         wanted = not discarded and self.job.profile.replacement > 0
         replaced = wanted and self.sim.random.random() < 0.7
-        question = messages.Leave(
+        question = messages.LeaveGroup(
             *self.me, self.iteration, kind, text, discarded, replaced=replaced
         )
         reply = yield from self.ask(question, f" discarded={discarded} replaced={replaced}")

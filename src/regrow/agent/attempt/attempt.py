@@ -126,6 +126,14 @@ class Attempt:
         self.end(RunResult(WorkerState.STOPPED))
         return True
 
+    def others_would_go_on(self) -> bool:
+        """Return whether the workers of the other nodes can go on when this node leaves.
+
+        All nodes run the same script, so the workers of this node show it.
+        """
+        workers = self.workers
+        return workers is not None and workers.would_go_on(own_hooks=self._has_own_hooks())
+
     def _has_own_hooks(self) -> bool:
         from regrow.agent.agent import LocalElasticAgent
 
@@ -288,7 +296,9 @@ class Attempt:
             kept = self.workers.kept if self.workers else []
             sources = self.workers.sources() if self.workers and not kept else {}
             reports = self.workers.reports if self.workers else None
-            job.recorder.attempt_started(sources, kept, reports.page() if reports else None)
+            page = reports.page() if reports else None
+            logs = self.workers.log_files() if self.workers else {}
+            job.recorder.attempt_started(sources, kept, page, logs)
         job.leftovers.clear(group.store)
 
     def stop(self, group: WorkerGroup) -> None:
@@ -502,7 +512,9 @@ class Attempt:
         reports = self.workers.reports if self.workers is not None else None
         last_steps = reports.last_steps() if reports is not None else {}
         accounts = reports.accounts_by_rank() if reports is not None else {}
-        self._job.recorder.attempt_ended(result, last_steps, accounts)
+        wrappers = self.workers.wrappers() if self.workers is not None else {}
+        overdue = self.workers.overdue() if self.workers is not None else {}
+        self._job.recorder.attempt_ended(result, last_steps, accounts, wrappers, overdue)
 
     def end_by(self, death_sig: signal.Signals) -> None:
         """Record the end of an attempt that was stopped because the agent left the job."""

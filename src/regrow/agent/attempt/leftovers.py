@@ -4,7 +4,8 @@ The store of a round keeps keys until a client deletes them, and a long job has 
 agent deletes the keys that only this agent still needed:
 
 - its part of the rank exchange, once it has its ranks;
-- its entry in an exit barrier that broke.
+- its entry in an exit barrier that broke;
+- its answers to views on other hosts.
 
 A separate thread deletes them while the workers run, because no other part waits for it. The round,
 and its store, may end before that. The keys are then deleted through the store of the next round,

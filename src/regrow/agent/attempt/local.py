@@ -19,10 +19,10 @@ loss is a failure. The end of a worker outside a wrapper is always a failure.
 **Leases.** The guardian kills the workers of a round when their lease expires, whether the agent
 runs or not, and reports it.
 
-**Workers that live on.** If a host is lost or joins, workers whose wrapper can go on in the next
-round (`Wrapper(elastic=True)`) are ordered to leave the round (`park`), and to join the next one in
-place of a start. They hold no lease of a round meanwhile: the guardian kills them when the lease of
-the round that they have left expires, unless that of the next round has begun.
+**Workers that live on.** If a host is lost, joins or leaves, workers whose wrapper can go on in the
+next round (`Wrapper(elastic=True)`) are ordered to leave the round (`park`), and to join the next
+one in place of a start. They hold no lease of a round meanwhile: the guardian kills them when the
+lease of the round that they have left expires, unless that of the next round has begun.
 
 **Suspended workers** (SIGSTOP, a debugger) are alive and are not replaced, and the user may not
 know why the job makes no progress. So the agent logs them.
@@ -35,7 +35,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from regrow.agent.api import RunResult, Worker, WorkerState
 from regrow.agent.attempt.environment import HEARTBEAT_ENV, worker_environment
@@ -52,6 +52,7 @@ from regrow.agent.features.replacements import Replacements
 from regrow.rendezvous import RendezvousGracefulExitError
 from regrow.utils import get_logger, macros, signal_text
 from regrow.workers import Guardian, PContext, WorkerChange, start_processes
+from regrow.workers.logs.relay import StderrRelay
 
 if TYPE_CHECKING:
     from regrow.agent.features.state_d import UninterruptibleSleepers
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
     from regrow.utils import PortReservation
     from regrow.workers import LogsSpecs, ProcessFailure
     from regrow.workers.guardian.events import Lapsed
+
+LEAVE_S = 5.0
+"""Longest time in seconds from the end of a leaving node's grace until the others see it leave."""
 
 logger = get_logger(__name__)
 
@@ -99,6 +103,7 @@ class LocalWorkers(Feature):
         """Global ranks of the workers of the latest attempt, if they went on in their processes."""
         self._started: StartedWorkers | None = None  # with the context that posts its changes
         self.guardian = Guardian(on_lapse=self._on_lapse)
+        self._relay = StderrRelay()
         self._port: PortReservation | None = None
         self._parked = False  # whether the workers have left their round, and wait for the next
 
@@ -106,13 +111,15 @@ class LocalWorkers(Feature):
         """See base class: start the guardian; its interpreter starts while the round forms."""
         self.guardian.renew(None)
         self.guardian.start()
+        self._relay.open()
 
     def close(self) -> None:
-        """See base class: close the guardian, and release the port and the page of steps."""
+        """See base class: close the guardian and the relay, the port and the page of steps."""
         if self.reports is not None:
             self.reports.close()
         self.guardian.close()
         self._release_port()
+        self._relay.close()
 
     def on_wait(self, environment: Mapping[str, str]) -> None:
         """See base class: log what would keep the workers from starting."""
@@ -187,6 +194,8 @@ class LocalWorkers(Feature):
             others_continue=self._others_continue,
             owes_result=reports.owes_result,
             vacates=self.replacements.vacates,
+            # A function gets the agent's stderr itself, as from torch.
+            relay=self._relay if isinstance(spec.entrypoint, str) else None,
         )
         return dict(self.context.pids())
 
@@ -199,25 +208,56 @@ class LocalWorkers(Feature):
             timeout: seconds to wait for them.
             own_hooks: whether a subclass of the agent restarts workers in a way of its own.
         """
-        context, reports, job = self.context, self.reports, self._job
-        local_ranks = range(len(job.group.workers))
+        context, reports = self.context, self.reports
         if not isinstance(context, PContext) or reports is None:
             return False
-        stays = [reports.may_stay(each) for each in local_ranks]
-        found = RunningWorkers(
-            numbered=job.numbered,
-            own_hooks=own_hooks,
-            heartbeats=any(env.get(HEARTBEAT_ENV) for env in context.envs.values()),
-            all_run=context.all_run,
-            may_stay=all(stays),
-        )
-        why = reason_to_end(found)
+        why = reason_to_end(self._running(context, reports, own_hooks))
         if not why and not self._leave_round(context, reports, timeout):
             why = f"a worker did not leave its round within {timeout:g} s"
-        if why and any(stays):
+        if why and any(map(reports.may_stay, range(len(self._job.group.workers)))):
             self._record_not_kept(why)
         self._parked = not why
         return self._parked
+
+    def would_go_on(self, *, own_hooks: bool) -> bool:
+        """Return whether workers like these go on in the next round, on the other hosts.
+
+        Those of this host may have ended: a scheduler sends its signal to them too.
+
+        Args:
+            own_hooks: as for `park`.
+        """
+        context, reports = self.context, self.reports
+        if not isinstance(context, PContext) or reports is None:
+            return False
+        running = self._running(context, reports, own_hooks)
+        return not reason_to_end(running._replace(all_run=True))
+
+    def _running(
+        self, context: PContext, reports: WorkerReports, own_hooks: bool
+    ) -> RunningWorkers:
+        return RunningWorkers(
+            numbered=self._job.numbered,
+            own_hooks=own_hooks,
+            heartbeats=any(env.get(HEARTBEAT_ENV) for env in context.envs.values()),
+            all_run=context.all_run,
+            may_stay=all(map(reports.may_stay, range(len(self._job.group.workers)))),
+        )
+
+    def on_leaving(self) -> None:
+        """See base class: ranks that live on wait for the end of the round, also without a store.
+
+        The host that has left first may have served it.
+        """
+        reports, job = self.reports, self._job
+        for local_rank in range(len(job.group.workers)):
+            if reports is not None and reports.may_stay(local_rank):
+                reports.order(
+                    local_rank,
+                    kind="wait",
+                    attempt=job.attempt,
+                    seconds=LEAVE_S + job.shutdown_timeout,
+                )
 
     def _leave_round(self, context: PContext, reports: WorkerReports, timeout: float) -> bool:
         attempt, local_ranks = self._job.attempt, range(len(self._job.group.workers))
@@ -298,16 +338,20 @@ class LocalWorkers(Feature):
 
     def stop(self, death_sig: signal.Signals, grace: float) -> None:
         """Send a signal to the workers, and SIGKILL after `grace` seconds."""
-        if self.reports is not None:
-            self.reports.stop()
+        self._announce_stop(death_sig)
         if self.context is not None:
             self.context.close(death_sig, grace)
 
     def send_signal(self, signum: signal.Signals, grace: float) -> None:
         """Send a signal to the workers that run, and SIGKILL after `grace` seconds; do not wait."""
+        self._announce_stop(signum)
+        self.guardian.stop(None, signum, grace)
+
+    def _announce_stop(self, signum: signal.Signals) -> None:
         if self.reports is not None:
             self.reports.stop()
-        self.guardian.stop(None, signum, grace)
+        for feature in self._job.features:
+            feature.on_stop(signum)
 
     def shorten_grace(self, grace: float) -> None:
         """Shorten the grace of workers that are being stopped to `grace` seconds from now."""
@@ -326,12 +370,37 @@ class LocalWorkers(Feature):
         sources = getattr(self.context, "sources", dict)  # torch's context has no templates
         return {self._ranks()[rank]: source for rank, source in sources().items()}
 
+    def log_files(self) -> dict[int, str]:
+        """Return the file with the stderr of each global rank, else with its stdout, if any."""
+        found: dict[int, str] = {}
+        if self.context is None:
+            return found
+        for local_rank, rank in self._ranks().items():
+            for paths in (self.context.stderrs, self.context.stdouts):
+                if (path := paths.get(local_rank)) and path != os.devnull:
+                    found.setdefault(rank, path)
+        return found
+
+    def overdue(self) -> dict[str, list[int]]:
+        """Return which global ranks were killed because they had not ended within the grace.
+
+        `killed`: the worker itself was. `killed_descendants`: processes that it had started were.
+        """
+        context = self.context
+        if not isinstance(context, PContext):  # torch's context does not know
+            return {}
+        ranks = self._ranks()
+        return {
+            name: sorted(ranks[local] for local in found if local in ranks)
+            for name, found in context.overdue()._asdict().items()
+        }
+
     # --- watch
 
     def _on_change(self, attempt: int, change: WorkerChange) -> None:
         """Handle a change of a worker; called by the process context on its own thread."""
-        if change.status != 0 and change.kind in ("exited", "guardian_lost") and self.reports:
-            self.reports.stop()  # the context stops the other workers
+        if change.status != 0 and change.kind in ("exited", "guardian_lost"):
+            self._announce_stop(signal.SIGTERM)  # the context stops the other workers
         if self.reports is not None:
             self.reports.wake()
         self.replacements.on_change(change)
@@ -474,6 +543,24 @@ class LocalWorkers(Feature):
         if result is None or not result.is_failed():
             return None
         return self._explained(result.failures)
+
+    def wrappers(self) -> dict[int, dict[str, Any]]:
+        """Return what the in-process wrapper of each worker could do at its end, by global rank.
+
+        `wrapped`: the worker was in a wrapped function. `replaceable`: another process could take
+        its place. `incarnation`: number of processes that had its place before.
+        """
+        reports = self.reports
+        if reports is None:
+            return {}
+        return {
+            rank: {
+                "wrapped": reports.in_wrapper(local),
+                "replaceable": reports.may_be_replaced(local),
+                "incarnation": self.replacements.incarnation(local),
+            }
+            for local, rank in self._ranks().items()
+        }
 
     def _ranks(self) -> dict[int, int]:
         return {worker.local_rank: worker.global_rank for worker in self._job.group.workers}

@@ -1,9 +1,9 @@
 """What a host does while it waits for a place in a round, for hours perhaps.
 
-Its features prepare the start of the workers (`Feature.on_wait`). It also looks for what would keep
-them from starting. An attempt finds the same at its start; by then the host has the seat of a lost
-one, and its failure stops the job once more. Nothing is decided by it, because what is missing may
-be there when the workers start: it is logged.
+Its features prepare the start of the workers (`Feature.on_wait`). It also checks what the workers
+need. An attempt would find a missing thing too, but only when the host has the seat of a lost one:
+the failure would stop the job once more. A missing thing is logged and decides nothing, because it
+may be there when the workers start.
 """
 
 from __future__ import annotations

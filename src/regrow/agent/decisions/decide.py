@@ -32,8 +32,9 @@ that the round is over.
 **Short attempts are slowed down**, whether workers crash or a host joins and leaves. After the
 first attempt shorter than `QUICK_S`, the next attempt starts at once. The later pauses are 1 s,
 2 s, 4 s and so on. If only waiting nodes end the attempt, its workers run until the attempt has
-lasted as long as the pause; then the nodes join. If the attempt ends for another reason, the agent
-stops the workers at once and pauses before it joins the next round. If all nodes count failures
+lasted as long as the pause; then the nodes join, and no node pauses. No node pauses after a node
+has left as announced. If the attempt ends for another reason, the agent stops the workers at
+once and pauses before it joins the next round. If all nodes count failures
 together, this pause is at most `SHARED_BACKOFF_CAP_S`, because the other nodes wait for it in their
 last call.
 
@@ -45,9 +46,10 @@ the longer grace. `ShortenGrace` shortens it when the job continues. The agent m
 late that no restart is left, because another node spent the last one. `LengthenGrace` then gives
 the workers the grace of the end of the job.
 
-**Workers that live on.** If a round ends because a host was lost or waits to join, workers that can
-go on in the next round (`Wrapper(elastic=True)`) are not stopped (`Restart.keep`). `keep` has the
-rules for the workers of one node.
+**Workers that live on.** If a round ends because a host was lost, has left as announced or waits to
+join, or because the lease of one has expired, workers that can go on in the next round
+(`Wrapper(elastic=True)`) are not stopped (`Restart.keep`). `keep` has the rules for the workers of
+one node.
 
 A signal ends the run in any phase; the loop then stops the workers with that signal.
 
@@ -105,7 +107,7 @@ class AgentState(NamedTuple):
     shared: bool = False  # all nodes count and judge failures together
     leads: bool = True
     over: int = 0  # the latest round that is known to be over
-    why_over: str = ""
+    how_over: events.RoundOver | None = None  # the report of its end
     lapsed: int = 0  # the latest round in which this node's lease expired
     why_lapsed: str = ""
     closed: bool = False  # the rendezvous forms no further round
@@ -231,10 +233,11 @@ def _formed(state: AgentState, event: events.Formed) -> Decision:
     )
     if state.job_failed:
         return _stop(state)
-    if event.round is not None and event.round <= state.over and not state.closed:
-        return _again(state, state.why_over, event.now)
+    number, over = event.round, state.how_over
+    if over is not None and number is not None and number <= over.round and not state.closed:
+        return _follow(state, over, event.now)
     if event.round is not None and event.round <= state.lapsed:
-        return _again(state, state.why_lapsed, event.now, announce=True)
+        return _again(state, state.why_lapsed, event.now, announce=True, keep=True)
     # This check finds changes that happened while the group was forming.
     state, actions = _check(state)
     if early is not None and early.round == event.round:
@@ -246,7 +249,7 @@ def _formed(state: AgentState, event: events.Formed) -> Decision:
 def _round_over(state: AgentState, event: events.RoundOver) -> Decision:
     if event.round <= state.over:
         return state, ()
-    state = state._replace(over=event.round, why_over=event.reason)
+    state = state._replace(over=event.round, how_over=event)
     concerns_us = state.round is None or event.round >= state.round
     # The failure ends the job if the job is charged with it and has no restarts left.
     full = event.full_grace or (event.failed and state.remaining_restarts <= 0)
@@ -256,13 +259,22 @@ def _round_over(state: AgentState, event: events.RoundOver) -> Decision:
     if not concerns_us or state.closed or not active:
         return state, ()
     state = state._replace(succeeded=state.phase is AgentPhase.BARRIER)
-    # A node that leaves with notice may be the first of a job that a scheduler ends: the workers of
-    # the others then need their grace in order to save.
-    keep = not event.failed and (event.lost or event.keep)
-    if state.gathered:  # waiting nodes join now, and group rank 0 has made the pause already
-        state = state._replace(quick_ends=_quick(state, event.now))
-        return _restart(state, events.Restart(event.reason, full_grace=full, keep=keep))
-    return _again(state, event.reason, event.now, full_grace=full, keep=keep)
+    return _follow(state, event, event.now, full_grace=full)
+
+
+def _follow(
+    state: AgentState, over: events.RoundOver, now: float, full_grace: bool = False
+) -> Decision:
+    """Leave the round that another node has ended."""
+    # A node that still stops its workers may be the first of a job that a scheduler ends: the
+    # workers of the others then need their grace in order to save.
+    keep = not over.failed and (over.lost or over.keep)
+    # Waiting nodes join now, and group rank 0 has made the pause already; or a node has left that
+    # had joined after a pause; or the lease of a node has expired that makes no pause.
+    if over.keep:
+        state = state._replace(quick_ends=_quick(state, now))
+        return _restart(state, events.Restart(over.reason, full_grace=full_grace, keep=keep))
+    return _again(state, over.reason, now, full_grace=full_grace, keep=keep)
 
 
 def _shorten_grace(state: AgentState, round: int) -> tuple[events.Action, ...]:
@@ -280,8 +292,8 @@ def _lease_over(state: AgentState, event: events.LeaseOver) -> Decision:
     if event.round < (state.round or 0):
         return state, ()
     state = state._replace(lapsed=event.round, why_lapsed=event.reason)
-    if state.phase is AgentPhase.RUNNING:
-        return _again(state, event.reason, event.now, announce=True)
+    if state.phase is AgentPhase.RUNNING:  # this node's workers have ended, those of others live on
+        return _again(state, event.reason, event.now, announce=True, keep=True)
     return state, ()
 
 
@@ -322,7 +334,7 @@ def _gather(state: AgentState, event: events.JoinRequested) -> Decision:
     if event.waiting == 0:
         return state._replace(gathered=0, gather_until=None), ()
     if not state.leads or state.closed:
-        return state._replace(gathered=event.waiting), ()
+        return state, ()
     grew, now = event.waiting > state.gathered, event.now
     state = state._replace(
         gathered=event.waiting,

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+from regrow._stopping import latest
+
 DECISION_S: Final = 5.0
 """Most seconds from the request to the decision; at most a quarter of the grace."""
 NOTICES_S: Final = 1.0
@@ -81,7 +83,7 @@ def decide(
         return Leave()
     if using < sum(report.ranks for report in reports):
         return EndNow()
-    return StopAt(max(report.position for report in reports) + 1)
+    return StopAt(latest(report.position for report in reports) + 1)
 
 
 def decision_s(grace: float) -> float:

@@ -70,8 +70,8 @@ class RoundOver(NamedTuple):
     lost: bool = False
     """Whether that node is lost, or has left."""
     keep: bool = False
-    """Whether that node has ended the round only so that waiting nodes join: workers that can go on
-    live on, as after a loss."""
+    """Whether workers that can go on live on, as after a loss, and no node pauses: nodes wait to
+    join, that node has left as announced, or its lease has expired."""
 
 
 class JobContinues(NamedTuple):

@@ -4,6 +4,8 @@ The agent asks twice: at the end of a round, before it orders the workers to lea
 when the next round is formed, before it orders them to join it. The answer is for all workers of
 the node together. If it is no, they are ended, and the next round starts new ones. No other node
 depends on the answer: ranks in old and in new processes meet in a new group.
+
+An agent that leaves with notice asks as well: if its workers could go on, those of the others can.
 """
 
 from __future__ import annotations

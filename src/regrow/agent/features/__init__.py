@@ -88,8 +88,23 @@ class Feature:
     def before_stop(self) -> None:
         """Do the work that needs the workers, right before they are stopped; once in an attempt."""
 
+    def on_stop(self, signum: int) -> None:
+        """Act on the signal that stops the workers; on any thread, perhaps several times.
+
+        The workers have got the signal, or get it right after this call.
+
+        Args:
+            signum: the signal.
+        """
+
     def on_wake(self) -> None:
         """Read what a worker has written into memory, in the agent's loop."""
+
+    def on_leaving(self) -> None:
+        """Handle the announcement of another node that it leaves, in the agent's loop.
+
+        The round goes on until that node has left.
+        """
 
     # --- failures
 

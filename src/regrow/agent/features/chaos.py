@@ -13,8 +13,8 @@ Each fault is recorded before it begins (`regrow.chaos.injected`). A fault that 
 recorded with the reason (`regrow.chaos.skipped`). A fault that is due once waits until its rank
 runs, or has imported regrow; a repeated one is left out.
 
-One thread waits for the next time, for connections and for reports. It holds nothing up: a fault
-that takes time runs beside it.
+One thread waits for the next time, for connections and for reports. A fault that takes time runs
+in another thread.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ treats a signal as before, and a time limit as a SIGTERM. Otherwise the agents a
 store of their round; each waits there for a request of another one.
 
 The workers then have the grace of the end of a job (`--shutdown-timeout`), or the time up to the
-limit. They get no signal until the last part of it (`last_s`). A worker that has not stopped by
-then gets SIGTERM, and SIGKILL at the end of the grace. A worker that has got True and still saves
-may ignore the SIGTERM.
+limit. They get no signal until the last part of it (`last_s`). If a worker of the node has not
+stopped by then, they get SIGTERM, and SIGKILL at the end of the grace. A worker that has got True
+and still saves may ignore the SIGTERM.
 
 If the agents do not agree in time, because a host is lost for example, the job ends as by the
 signal. So it does if a worker fails meanwhile: new workers could only save what they had loaded.
@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -32,9 +31,10 @@ from regrow.agent.decisions import early_stop as rules
 from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
 from regrow.agent.decisions.events import Event, Signaled, StopBegun, StopDropped
 from regrow.agent.features import Feature
-from regrow.agent.features.stop_agreement import ASKED, agree, decode_request, encode_request
+from regrow.agent.features import stop_agreement as agreement
+from regrow.agent.features.native_waits import kill_soon
+from regrow.agent.features.round_keys import await_key, can_wait_in, is_served
 from regrow.agent.features.stop_page import StopPage
-from regrow.store import StoreClosedError
 from regrow.utils import get_logger, start_thread
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from regrow.agent.job import Job
     from regrow.store import Store
 
-_WATCH_S: Final = 300.0
-"""Seconds of one wait for a request."""
 _SAME_S: Final = 2.0
 """Seconds in which several signals are one: a scheduler may send one to each process, and a
 launcher may forward it."""
@@ -68,6 +66,8 @@ class Request:
     """Seconds from the request to the end of the workers."""
     begun: float
     """Monotonic seconds of the request."""
+    number: int
+    """Number of the request in its round, from 0."""
     signaled: float | None = None
     """Monotonic seconds of the first signal that this agent got."""
 
@@ -75,14 +75,6 @@ class Request:
     def is_of_another_node(self) -> bool:
         """Whether only another node has to end."""
         return not (self.leaves or self.whole)
-
-
-def _can_wait_in(store: Store | None) -> bool:
-    """Return whether a thread may wait in the store of a round for minutes.
-
-    torch's stores have one connection, and a thread that waits in it blocks all others.
-    """
-    return store is not None and type(store).__module__.partition(".")[0] == "regrow"
 
 
 class EarlyStop(Feature):
@@ -101,17 +93,21 @@ class EarlyStop(Feature):
         self._min_nodes = min_nodes
         self._time_limit = time_limit
         self._page: StopPage | None = None
+        self._workers: StartedWorkers | None = None
         self._ranks = 0
         self._limit: float | None = None  # monotonic seconds: end of the time limit
         self._request: Request | None = None
         self._changed = threading.Condition()  # notified when a worker may use the page
-        self._watched: object = None  # identifies the attempt whose store is watched
+        self._number = 0  # of the next request in this round
+        self._watched: object = None  # identifies the request that this node waits for
         self._timers: list[threading.Timer] = []
 
     # --- the agent's calls
 
     def open(self) -> None:
         """See base class: the time limit begins."""
+        self._request = self._limit = self._job.kill_at = None
+        self._job.stopping = False
         self._page = StopPage(self._job.group.spec.local_world_size)
         if self._time_limit is not None:
             self._limit = monotonic() + self._time_limit
@@ -121,25 +117,34 @@ class EarlyStop(Feature):
     def close(self) -> None:
         """See base class."""
         self._watched = None
-        for timer in self._timers:
-            timer.cancel()
+        while self._timers:
+            self._timers.pop().cancel()
         if self._page is not None:
             self._page.close()
 
     def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
         """See base class."""
         assert self._page is not None
+        if self._request is not None:  # a loop of a subclass starts workers all the same
+            self._drop(self._page)
         self._page.clear()
         for local_rank, environment in environments.items():
             environment |= self._page.environment(local_rank)
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class: wait for a request of another agent."""
-        self._ranks = len(workers.ranks)
-        self._watched = watched = object()
+        self._workers, self._ranks = workers, len(workers.ranks)
+        self._await_request(0)
+
+    def _await_request(self, number: int) -> None:
+        """Wait for a request of another agent in this round, in a thread."""
+        self._number, self._watched = number, (watched := object())
         group = self._job.group
-        if _can_wait_in(group.store) and (group.group_world_size or 1) > 1:
-            start_thread(partial(self._watch, group.store, watched), "regrow-stop-watch")
+        several = (group.group_world_size or 1) > 1
+        # `regrow stop` reaches a job also when it has shrunk to one node.
+        if is_served(group.store) or (can_wait_in(group.store) and several):
+            wait = partial(self._wait_for_request, group.store, number, watched)
+            start_thread(wait, "regrow-stop-watch")
 
     def before_stop(self) -> None:
         """See base class: no rank waits for a decision any more.
@@ -154,6 +159,13 @@ class EarlyStop(Feature):
         elif page.decision == HOLD:
             page.decide(END)
 
+    def on_stop(self, signum: int) -> None:
+        """See base class: SIGTERM ends workers in native code as without `should_stop`."""
+        workers, page = self._workers, self._page
+        if signum == signal.SIGTERM and workers is not None and page is not None:
+            self._workers = None  # once in an attempt
+            kill_soon(workers.context, page.die_of_sigterm())
+
     def _drop(self, page: StopPage) -> None:
         """Forget the request: only another node has to end."""
         self._request = self._job.kill_at = None
@@ -165,6 +177,11 @@ class EarlyStop(Feature):
         """Return who made the workers of this node stop early; "" if they did not."""
         request, page = self._request, self._page
         return request.why if request is not None and page is not None and page.stopped() else ""
+
+    def asked_by(self) -> str:
+        """Return who asked the whole job to stop; "" if nobody did, or only this node leaves."""
+        request = self._request
+        return request.why if request is not None and request.whole else ""
 
     def on_wake(self) -> None:
         """See base class: a worker may have begun to call `should_stop`."""
@@ -229,9 +246,9 @@ class EarlyStop(Feature):
         if self._request is not None:
             return None
         why = f"the time limit of {self._time_limit:g} s"
-        logger.warning("the job ends, because %s is nearly over", why)
         if self._workers_take_part():
             return self._begin(why)
+        logger.warning("the job ends, because %s is nearly over", why)
         self._job.kill_at = self._limit
         return Signaled(signal.SIGTERM)
 
@@ -240,7 +257,7 @@ class EarlyStop(Feature):
         if self._request is not None or watched is not self._watched or self._job.leaving:
             return None
         try:
-            why, left, leaves = decode_request(text)
+            why, left, leaves = agreement.decode_request(text)
         except ValueError:
             logger.warning("ignored a malformed request to stop: %.200r", text)
             return None
@@ -271,7 +288,8 @@ class EarlyStop(Feature):
             self._limit if self._limit is not None else float("inf"),
         )
         whole = not (leaves or another_leaves)
-        request = Request(why, leaves, whole, max(0.0, ends - now), now, signaled)
+        grace = max(0.0, ends - now)
+        request = Request(why, leaves, whole, grace, now, self._number, signaled)
         self._request, job.stopping = request, True
         self._page.hold(ends)
         job.kill_at = ends
@@ -298,9 +316,15 @@ class EarlyStop(Feature):
             self._post_after(left - rules.last_s(left), partial(self._on_last, request))
 
     def _on_last(self, request: Request) -> Event | None:
-        """Send the signal to the workers that still run, for the last part of the grace."""
-        if request is not self._request:
+        """Send the signal to the workers, unless all of them save and have time left."""
+        page, job = self._page, self._job
+        if request is not self._request or page is None or job.kill_at is None:
             return None
+        if (left := job.kill_at - monotonic()) > 0 and page.stopped() == self._ranks:
+            self._post_after(left, partial(self._on_last, request))
+            return None
+        if job.group.state is not WorkerState.HEALTHY:
+            return None  # the workers have ended, and the agent waits for those of other nodes
         logger.warning("%s asked the job to stop, and its time is nearly over", request.why)
         return Signaled(signal.SIGTERM)
 
@@ -323,10 +347,12 @@ class EarlyStop(Feature):
                 return StopBegun()
             case Leave() if not request.leaves:
                 self._drop(page)
+                self._await_request(self._number + 1)
                 return StopDropped()
             case Leave():
                 reason = "the other nodes go on"
             case EndNow():
+                request.whole = True
                 reason = "not all ranks call should_stop"
             case None:
                 reason = "the agents did not agree in time"
@@ -343,36 +369,32 @@ class EarlyStop(Feature):
 
     # --- other threads: the store of the round
 
-    def _watch(self, store: Store, watched: object) -> None:
+    def _wait_for_request(self, store: Store, number: int, watched: object) -> None:
         from regrow.rendezvous import note_round
 
-        notes = self._job.group.group_rank == 0 and self._job.numbered
-        while self._watched is watched:
-            begun = monotonic()
-            try:
-                if notes:  # again on the server that takes over from a lost one
-                    note_round(store, self._job.round)
-                store.wait([ASKED], timedelta(seconds=_WATCH_S))
-                text = store.get(ASKED)
-            except StoreClosedError:
-                return
-            except Exception:  # noqa: BLE001 - a foreign store may raise any type
-                if monotonic() - begun < 1:  # no time-out: the store is not reachable now
-                    threading.Event().wait(1)
-            else:
-                self._job.post(partial(self._on_asked, watched, text))
-                return
+        notes, round = self._job.group.group_rank == 0 and self._job.numbered, self._job.round
+
+        def note() -> None:  # again on the server that takes over from a lost one
+            if notes:
+                note_round(store, round)
+
+        key = agreement.asked_key(number)
+        text = await_key(store, key, lambda: self._watched is watched, note)
+        if text is not None:
+            self._job.post(partial(self._on_asked, watched, text))
 
     def _agree(self, request: Request, asks: bool) -> None:
         group, verdict = self._job.group, None
         rank, nodes, store = group.group_rank or 0, group.group_world_size or 1, group.store
         try:
-            if store is None or not (nodes == 1 or _can_wait_in(store)):
+            if store is None or not (nodes == 1 or can_wait_in(store)):
                 raise ValueError("the agents of this round share no store in which they can wait")
             if asks and nodes > 1:
-                store.set(ASKED, encode_request(request.why, request.grace, request.leaves))
-            verdict = agree(
+                text = agreement.encode_request(request.why, request.grace, request.leaves)
+                store.set(agreement.asked_key(request.number), text)
+            verdict = agreement.agree(
                 store,
+                request.number,
                 rank,
                 nodes,
                 request.begun + rules.decision_s(request.grace),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from regrow.agent.job import Job
-    from regrow.utils.http_server import HttpServer, Request, Response
+    from regrow.utils.http_server import HttpRequest, HttpResponse, HttpServer
 
 __all__ = ["HealthCheckServer", "create_healthcheck_server"]
 
@@ -160,13 +160,13 @@ class HealthCheckServer:
         if server is not None:
             server.stop()
 
-    def _respond(self, request: Request) -> Response:
-        from regrow.utils.http_server import Response
+    def _respond(self, request: HttpRequest) -> HttpResponse:
+        from regrow.utils.http_server import HttpResponse
 
         if request.path != "/healthz":
-            return Response(404, b"only /healthz is here\n")
+            return HttpResponse(404, b"only /healthz is here\n")
         if request.method not in ("GET", "HEAD"):
-            return Response(405, b"only GET and HEAD\n")
+            return HttpResponse(405, b"only GET and HEAD\n")
         report: dict[str, object]
         try:
             age = self._age()
@@ -176,7 +176,7 @@ class HealthCheckServer:
             healthy, report = age <= self._timeout, {"last_progress_s": round(age, 3)}
         status = {"status": "healthy" if healthy else "unhealthy"}
         body = json.dumps(status | report).encode() + b"\n"
-        return Response(200 if healthy else 503, body, "application/json")
+        return HttpResponse(200 if healthy else 503, body, "application/json")
 
 
 def create_healthcheck_server(

@@ -44,8 +44,8 @@ def reason_refused(plan: Plan) -> str | None:
     if not links:
         return None
     why = _reason_without_links()
-    if why is None and "delay" in links and not _has_netem():
-        why = "the kernel has no netem queue (module sch_netem), or no `unshare` is installed"
+    if why is None and "delay" in links:
+        why = _reason_without_netem()
     return f"{' and '.join(links)}: {why}" if why else None
 
 
@@ -59,19 +59,28 @@ def _reason_without_links() -> str | None:
             "this process is in the machine's own network namespace, so the machine itself would"
             " be cut off; start the agent in another one (a container, ip netns exec)"
         )
+    if not _interfaces():
+        return "the network namespace has no interface except the loopback"
     return None
 
 
-def _has_netem() -> bool:
+def _interfaces() -> list[str]:
+    return sorted(name for _, name in socket.if_nameindex() if name != "lo")
+
+
+def _reason_without_netem() -> str | None:
     """Ask the kernel for such a queue, in a namespace that ends with the question."""
     import subprocess
 
     command = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay"]
     try:
         done = subprocess.run([*command, "1ms"], capture_output=True, timeout=_TC_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"cannot find out whether the kernel has a netem queue: {error}"
+    if done.returncode == 0:
+        return None
+    message = " ".join(done.stderr.decode(errors="replace").split())[:200]
+    return f"the kernel has no netem queue (module sch_netem): {message}"
 
 
 def begin_host_fault(rule: Rule) -> Callable[[], None]:
@@ -120,9 +129,7 @@ def _change_links(rule: Rule) -> Callable[[], None]:
         raise OSError(why)
     # A queue without room drops every packet that leaves the host.
     kind = "pfifo limit 0" if rule.fault == "cut" else f"netem delay {rule.latency_s * 1000:g}ms"
-    names = sorted(name for _, name in socket.if_nameindex() if name != "lo")
-    if not names:
-        raise OSError("the network namespace has no interface except the loopback")
+    names = _interfaces()
     begin = "".join(f'tc qdisc add dev "${i}" root {kind} && ' for i in range(1, len(names) + 1))
     end = "".join(f'tc qdisc del dev "${i}" root; ' for i in range(1, len(names) + 1))
     script = f"trap '{{ {end}}} 2>/dev/null' EXIT; {begin}echo set && read -r _"

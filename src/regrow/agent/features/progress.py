@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow import _accounts
 from regrow._progress import (
+    IN_WRAPPER,
     LONGEST,
     MAY_BE_REPLACED,
     MAY_STAY,
@@ -47,6 +48,7 @@ from regrow.utils import get_logger, ready, start_thread
 if TYPE_CHECKING:
     from regrow.agent.job import Job
 
+RAISED = "regrow.inprocess.raised"
 RESTARTED = "regrow.inprocess.restarted"
 SENT = "regrow.state.sent"
 FIRST_STEP = b"\0"
@@ -87,7 +89,7 @@ class WorkerReports:
         self._first_steps: set[int] = set()  # local ranks with a recorded first step
         self._lock = threading.Lock()  # read and close run on different threads
         size = len(self._ranks) * SLOT_BYTES + 1
-        with ExitStack() as resources:  # closes them if one of them cannot be had
+        with ExitStack() as resources:  # closes them if one of them cannot be opened
 
             def owned(fd: int) -> int:
                 resources.callback(os.close, fd)
@@ -140,6 +142,16 @@ class WorkerReports:
                     found[slot] = steps
         return found
 
+    def phases(self) -> dict[int, str]:
+        """Return the phase in which each local rank is, "" outside of phases; none after `close`.
+
+        See `regrow.phase`.
+        """
+        with self._lock:
+            slots = range(0 if self._memory.closed else len(self._ranks))
+            offset = SLOT.size
+            return {s: _accounts.open_phase(self._memory, s * SLOT_BYTES + offset) for s in slots}
+
     def last_steps(self) -> dict[str, Any]:
         """Return the first and last steps of the workers, by global rank."""
         return {str(self._ranks[local]): each._asdict() for local, each in self.read().items()}
@@ -162,6 +174,10 @@ class WorkerReports:
     def owes_result(self, local_rank: int) -> bool:
         """Return whether this local rank has a wrapped function without a result."""
         return bool(self._wrapper_state(local_rank) & OWES_RESULT)
+
+    def in_wrapper(self, local_rank: int) -> bool:
+        """Return whether this local rank has begun a wrapped function that has no result yet."""
+        return bool(self._wrapper_state(local_rank) & IN_WRAPPER)
 
     def may_be_replaced(self, local_rank: int) -> bool:
         """Return whether the other workers wait for another process of this local rank."""
@@ -293,7 +309,15 @@ class WorkerReports:
         if found is None:
             logger.warning("ignored a malformed event from a worker: %.200r", message)
         elif found[1]:
-            self._job.recorder.emit(found[0], **found[1])
+            more = self._progress() if found[0] == RESTARTED else {}
+            self._job.recorder.emit(found[0], **found[1], **more)
+
+    def _progress(self) -> dict[str, int | None]:
+        """Return the last step of this node, and how many steps it has done again, at most."""
+        steps = [each.last_step for each in self.read().values()]
+        counts = [account.counts for account in self.accounts().values()]
+        again = [sum(each.get(row, 0) for row in _accounts.REPEATED) for each in counts]
+        return {"last_step": max(steps, default=None), "repeated_steps": max(again, default=0)}
 
     def record_accounts(self) -> None:
         """Record the accounts, for the ledger of a job whose agent is killed, or still runs."""
@@ -359,6 +383,10 @@ def _text(value: object) -> str | None:
     return value[:_MOST_TEXT] if isinstance(value, str) else None
 
 
+def _long_text(value: object) -> str | None:
+    return value[:LONGEST] if isinstance(value, str) else None
+
+
 def _ranks(value: object) -> list[int]:
     found = [_count(each) for each in value[:_MOST_LOST]] if isinstance(value, list) else []
     return [rank for rank in found if rank is not None]
@@ -396,6 +424,13 @@ _EVENTS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
         "origins": _texts,
         "faults": _count,
         "seconds": _seconds,
+    },
+    RAISED: {
+        "iteration": _count,
+        "rank": _count,
+        "pid": _count,
+        "message": _text,
+        "traceback": _long_text,
     },
     SENT: {
         "iteration": _count,

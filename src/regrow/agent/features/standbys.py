@@ -4,11 +4,11 @@ A standby has run the worker's script up to its wrapped call (`regrow._standby`)
 lost, it takes the place at once: no import, no data to load, no model to build. Then another one
 starts. The standbys of an attempt end with it, because they use its workers' store.
 
-A node that waits for a place in a round has one standby for each of its workers, whatever number
-the job asks for: the node starts no worker sooner than its slowest one, and its memory is free for
-them. They know nothing of a round, and the first workers start from them. Those that have not come
-to the wrapped call by then are ended, so that the node never has more processes than the workers
-and the standbys of an attempt.
+A node that waits for a place in a round has one standby for each of its workers, not K of them:
+its slowest worker decides when the job continues, and it has the memory for all. These standbys
+have no variables of a round. The first workers start from them. A standby that has not reached the
+wrapped call by then is ended, so that the node never has more processes than the workers and the
+standbys of an attempt.
 
 A standby that fails before its wrapped call would fail again, so no other one starts in this job.
 The job continues without: a rank starts from the template, or cold. A script may need a variable of

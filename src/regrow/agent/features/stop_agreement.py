@@ -3,6 +3,10 @@
 A request is one key, for which every agent waits. Each agent then reports, and group rank 0 decides
 (`decisions.early_stop`): at once from the first reports, or from the second ones. All agents wait
 for its decision, and each of them until a deadline of its own.
+
+If the decision is that some nodes leave, another request may follow before the round ends. So the
+requests of a round have numbers, from 0, and each has keys of its own. All nodes that stay know how
+many requests came before, because each has received their decisions.
 """
 
 from __future__ import annotations
@@ -18,17 +22,23 @@ from regrow.agent.decisions.early_stop import EndNow, NodeReport, StopAt, Verdic
 if TYPE_CHECKING:
     from regrow.store import Store
 
-ASKED: Final = "stop/asked"
-"""Key in the store of a round: the request to stop, as `encode_request` writes it."""
-VERDICT: Final = "stop/verdict"
-"""Key in the store of a round: the decision of group rank 0."""
-_NEXT: Final = "stop/next"
-"""Key: whether group rank 0 needs the second reports."""
 _AGAIN: Final = b"again"
+"""Value of the key `next`: group rank 0 needs the second reports."""
+
+
+def asked_key(number: int) -> str:
+    """Return the key of a request in the store of the round; `encode_request` writes its value."""
+    return f"stop/{number}/asked"
+
+
+def verdict_key(number: int) -> str:
+    """Return the key of the decision of group rank 0 on a request."""
+    return f"stop/{number}/verdict"
 
 
 def agree(
     store: Store,
+    number: int,
     rank: int,
     nodes: int,
     until: float,
@@ -39,6 +49,7 @@ def agree(
 
     Args:
         store: the store of the round.
+        number: number of the request in this round, from 0.
         rank: group rank of this node.
         nodes: number of nodes.
         until: monotonic seconds at which the decision is due.
@@ -51,9 +62,13 @@ def agree(
     """
     begun = monotonic()
     second_until = begun + (until - begun) * 0.6
+    following = f"stop/{number}/next"
 
-    def gathered(key: str) -> list[NodeReport]:
-        keys = [f"{key}/{each}" for each in range(nodes)]
+    def publish(turn: str, found: NodeReport) -> None:
+        store.set(f"stop/{number}/{turn}/{rank}", rules.encode(found))
+
+    def gathered(turn: str) -> list[NodeReport]:
+        keys = [f"stop/{number}/{turn}/{each}" for each in range(nodes)]
         store.wait(keys, timedelta(seconds=max(0.01, until - monotonic())))
         return [rules.decode(text) for text in store.multi_get(keys)]
 
@@ -63,21 +78,21 @@ def agree(
         store.wait([key], timedelta(seconds=max(0.01, left)))
         return store.get(key)
 
-    store.set(f"stop/first/{rank}", rules.encode(report()))
+    publish("first", report())
     if rank:
-        if waited(_NEXT) == _AGAIN:
-            store.set(f"stop/second/{rank}", rules.encode(report(second_until)))
-        return rules.decode_verdict(waited(VERDICT))
+        if waited(following) == _AGAIN:
+            publish("second", report(second_until))
+        return rules.decode_verdict(waited(verdict_key(number)))
     verdict: Verdict | None = None
     try:
-        verdict = rules.decide(gathered("stop/first"), min_nodes, final=False)
-        store.set(_NEXT, _AGAIN if verdict is None else b"")
+        verdict = rules.decide(gathered("first"), min_nodes, final=False)
+        store.set(following, _AGAIN if verdict is None else b"")
         if verdict is None:
-            store.set("stop/second/0", rules.encode(report(second_until)))
-            verdict = rules.decide(gathered("stop/second"), min_nodes, final=True)
+            publish("second", report(second_until))
+            verdict = rules.decide(gathered("second"), min_nodes, final=True)
     finally:
         verdict = EndNow() if verdict is None else verdict
-        store.multi_set([_NEXT, VERDICT], [b"", rules.encode_verdict(verdict)])
+        store.multi_set([following, verdict_key(number)], [b"", rules.encode_verdict(verdict)])
     return verdict
 
 
@@ -93,14 +108,20 @@ def ask(store: Store, why: str, timeout: float) -> int | None:
         The number of the call of `should_stop`. None if the job ends as by SIGTERM.
 
     Raises:
-        StoreTimeout: the agents have not decided in that time.
+        StoreTimeout: the agents have not decided in that time, or the round is over.
         StoreError: the job is not reached any more.
         ValueError: the decision is not one of this release.
     """
-    store.set(ASKED, encode_request(why, None, leaves=False))
-    store.wait([VERDICT], timedelta(seconds=timeout))
-    verdict = rules.decode_verdict(store.get(VERDICT))
-    return verdict.position & 0xFFFFFFFF if isinstance(verdict, StopAt) else None
+    until, number = monotonic() + timeout, 0
+    while True:
+        store.set(asked_key(number), encode_request(why, None, leaves=False))
+        store.wait([verdict_key(number)], timedelta(seconds=max(0.01, until - monotonic())))
+        match rules.decode_verdict(store.get(verdict_key(number))):
+            case StopAt(position):
+                return position & 0xFFFFFFFF
+            case EndNow():
+                return None
+        number += 1  # it was the request of a node that leaves; the others would go on
 
 
 def encode_request(why: str, left: float | None, leaves: bool) -> bytes:
@@ -124,4 +145,5 @@ def decode_request(text: bytes) -> tuple[str, float | None, bool]:
     seconds = None if left == "-" else float(left)
     if seconds is not None and not 0 <= seconds < 1e7:
         raise ValueError(f"not a number of seconds: {left}")
-    return " ".join(why.split()), seconds, leaves == "1"
+    shown = "".join(each for each in " ".join(why.split()) if each.isprintable())
+    return shown, seconds, leaves == "1"

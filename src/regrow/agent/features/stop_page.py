@@ -24,6 +24,8 @@ from regrow._stopping import (
     STOPS,
     UNUSED,
     USE,
+    USES_AND_DIES,
+    latest,
 )
 
 _MEMBARRIER: Final = {"x86_64": 324, "aarch64": 283}
@@ -108,12 +110,17 @@ class StopPage:
             return RUN if self._closed else int(self._words[DECISION])
 
     def position(self) -> int:
-        """Return the greatest position of the ranks of this node."""
-        return max(self._column(POSITION), default=0)
+        """Return the latest position of the ranks of this node that call `should_stop`."""
+        uses, positions = self._column(USE), self._column(POSITION)
+        return latest(at for use, at in zip(uses, positions, strict=True) if use != UNUSED)
 
     def using(self) -> int:
         """Return how many ranks of this node call `should_stop`."""
         return sum(use != UNUSED for use in self._column(USE))
+
+    def die_of_sigterm(self) -> list[int]:
+        """Return the local ranks that SIGTERM ends at once, if they can run its handler."""
+        return [slot for slot, use in enumerate(self._column(USE)) if use == USES_AND_DIES]
 
     def stopped(self) -> int:
         """Return how many ranks of this node got True."""

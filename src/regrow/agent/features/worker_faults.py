@@ -30,7 +30,7 @@ _LONGEST_REPORT = 4096
 logger = get_logger(__name__)
 
 
-class Refused(NamedTuple):
+class RefusedFault(NamedTuple):
     """A worker's report that it could not inject a fault."""
 
     rank: int
@@ -64,11 +64,11 @@ class FaultOrders:
         """Return the descriptors to wait for."""
         return [self._listener.fileno(), *(each.fileno() for each in self._connections)]
 
-    def handle(self, readable: Collection[int]) -> list[Refused]:
+    def handle(self, readable: Collection[int]) -> list[RefusedFault]:
         """Accept and read what has arrived; return the faults that were not possible."""
         if self._listener.fileno() in readable:
             self._accept()
-        refused: list[Refused] = []
+        refused: list[RefusedFault] = []
         for connection in [each for each in self._connections if each.fileno() in readable]:
             if not self._receive(connection, refused.append):
                 del self._connections[connection]
@@ -111,7 +111,7 @@ class FaultOrders:
             connection.setblocking(False)
             self._connections[connection] = pid
 
-    def _receive(self, connection: socket.socket, refuse: Callable[[Refused], None]) -> bool:
+    def _receive(self, connection: socket.socket, refuse: Callable[[RefusedFault], None]) -> bool:
         """Read reports; return whether the connection stays open."""
         data = b""
         with suppress(OSError):
@@ -120,7 +120,7 @@ class FaultOrders:
             try:
                 report = json.loads(line)
                 rank, fault = self._sent.pop(report["id"])
-                refuse(Refused(rank, fault, str(report["why"])[:200]))
+                refuse(RefusedFault(rank, fault, str(report["why"])[:200]))
             except (ValueError, TypeError, KeyError, RecursionError):
                 logger.warning("--chaos: closed a connection for a malformed report: %.200r", line)
                 return False

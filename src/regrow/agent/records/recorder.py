@@ -122,14 +122,17 @@ class Recorder:
             reason=root.summary if root is not None else result.state.value.lower(),
         )
 
-    def job_stopped_early(self, why: str, start: float) -> None:
+    def job_stopped_early(self, why: str, start: float, *, stood_by: bool = False) -> None:
         """Emit the end of a job whose ranks have all stopped early at the same step.
 
         Args:
             why: who asked for it.
             start: monotonic seconds.
+            stood_by: whether this node had no ranks.
         """
-        reason = f"all ranks stopped at the same step, by {why}; run it again to go on"
+        stopped = f"all ranks stopped at the same step, by {why}"
+        reason = f"the job was stopped by {why}, and this host stood by" if stood_by else stopped
+        reason = f"{reason}; run it again to go on"
         self._finish("STOPPED", start, exit_code=85, reason=reason)
 
     def job_signaled(self, sigval: signal.Signals, start: float) -> None:
@@ -178,6 +181,7 @@ class Recorder:
         sources: Mapping[int, str],
         kept: Sequence[int] = (),
         page: Mapping[str, int | str] | None = None,
+        logs: Mapping[int, str] | None = None,
     ) -> None:
         """Emit `regrow.attempt.started`; the workers are running.
 
@@ -185,6 +189,7 @@ class Recorder:
             sources: from what each rank has started: `exec`, `template` or `standby`.
             kept: ranks of the workers that went on in the processes of the attempt before.
             page: where a view finds the workers' page of steps (`WorkerReports.page`).
+            logs: paths of the files that have the workers' output (`LocalWorkers.log_files`).
         """
         self._attempt_open = True
         self._starts += 1
@@ -199,10 +204,16 @@ class Recorder:
             stood_by=sorted(rank for rank, source in sources.items() if source == "standby"),
             kept=list(kept),
             page=page,
+            logs={str(rank): path for rank, path in (logs or {}).items()},
         )
 
     def attempt_ended(
-        self, result: RunResult, last_steps: Mapping[str, Any], accounts: Mapping[str, Any]
+        self,
+        result: RunResult,
+        last_steps: Mapping[str, Any],
+        accounts: Mapping[str, Any],
+        wrappers: Mapping[int, Mapping[str, Any]],
+        overdue: Mapping[str, Sequence[int]],
     ) -> None:
         """Emit the failures and the end of the current attempt, once.
 
@@ -210,6 +221,10 @@ class Recorder:
             result: result of the attempt; its workers have ended.
             last_steps: the first and last steps of the workers, by global rank.
             accounts: the workers' accounts of their time, by global rank.
+            wrappers: further fields of a failure, by global rank: why the worker's in-process
+                wrapper could not handle it.
+            overdue: further fields of the event: which workers were killed when their grace was
+                over (`LocalWorkers.overdue`).
         """
         with self._lock:
             was_open, self._attempt_open = self._attempt_open, False
@@ -218,7 +233,8 @@ class Recorder:
         root = _root_cause(result)
         elsewhere = self._job.caused_elsewhere or self._job.round_is_over
         for rank, failure in sorted(result.failures.items()):
-            self._failed(rank, failure, root_cause=failure is root and not elsewhere)
+            is_root = failure is root and not elsewhere
+            self._failed(rank, failure, root_cause=is_root, **wrappers.get(rank, {}))
         state = WorkerState.FAILED if result.failures else result.state
         self.emit(
             "regrow.attempt.ended",
@@ -226,10 +242,11 @@ class Recorder:
             reason=root.summary if root is not None else state.value.lower(),
             last_steps=last_steps,
             accounts=accounts,
+            **overdue,
         )
         self.noticed = None
 
-    def _failed(self, rank: int, failure: ProcessFailure, *, root_cause: bool) -> None:
+    def _failed(self, rank: int, failure: ProcessFailure, **more: Any) -> None:
         missed = failure.heartbeat
         if missed is not None:
             self.emit(
@@ -249,7 +266,7 @@ class Recorder:
             exited_monotonic=failure.exited_monotonic,
             noticed_late=failure.noticed_late,
             detected_monotonic=self.noticed if self.noticed is not None else monotonic(),
-            root_cause=root_cause,
+            **more,
         )
 
 

@@ -194,11 +194,13 @@ def logs_specs(args: Namespace) -> LogsSpecs:
     make = _logs_specs_class(args.logs_specs)
     redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
     kind = _streams_type(make)
+    more = {"keeps_stderr": True} if make is DefaultLogsSpecs else {}
     return make(
         log_dir=args.log_dir,
         redirects=_as_kind(redirects, kind),
         tee=_as_kind(tee, kind),
         local_ranks_filter=local_ranks(args.local_ranks_filter),
+        **more,
     )
 
 

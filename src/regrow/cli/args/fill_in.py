@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from regrow.cli.args.parser import give, is_given
@@ -28,12 +29,15 @@ _T = TypeVar("_T")
 _NEEDED = ("nnodes", "node_rank", "rdzv_endpoint", "master_addr", "master_port")
 
 
-def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
+def fill_in(
+    args: Namespace, environ: Mapping[str, str], hosts_file: Path = Path("/etc/hosts")
+) -> str:
     """Fill in the number of nodes, this node's rank, the endpoint, and the job's id.
 
     Args:
         args: the parsed command line; the function changes it.
         environ: the environment variables of the agent.
+        hosts_file: the file with the names of this host; only read under Kubernetes.
 
     Returns:
         The filled-in values and their source, as a text for the user; empty if there are none.
@@ -46,7 +50,7 @@ def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
     alone = given["nnodes"] and args.nnodes in ("1", "1:1")
     if alone or (given["nnodes"] and given["node_rank"] and meeting):
         return ""
-    place = where(environ)
+    place = where(environ, _text_of(hosts_file) if "JOB_COMPLETION_INDEX" in environ else "")
     if place is None:
         return ""
     if given["nnodes"]:
@@ -74,6 +78,13 @@ def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
     if place.run_id and not given["rdzv_id"]:
         give(args, "rdzv_id", place.run_id)
     return f"{', '.join(taken)} from {place.source}"
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # an image without the file: the user gives the endpoint
+        return ""
 
 
 def _check_agents(nnodes: str, place: Placement) -> None:

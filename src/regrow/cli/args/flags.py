@@ -308,14 +308,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "metrics-port",
             "serve metrics for Prometheus at this port, for this host only unless an address is "
-            "given; needs regrow[metrics]",
+            "given; needs prometheus_client",
             metavar="[ADDRESS:]PORT",
             added=True,
         ),
         Flag(
             "otel-spans",
             "send spans of the job, its rounds, attempts and restarts to OpenTelemetry, as "
-            "OTEL_EXPORTER_OTLP_ENDPOINT and the other standard variables say; needs regrow[otel]",
+            "OTEL_EXPORTER_OTLP_ENDPOINT and the other standard variables say; needs OpenTelemetry",
             switch=True,
             added=True,
         ),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+
+from regrow.cli.screen.output import to_reader
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -27,19 +28,14 @@ def main(arguments: Sequence[str]) -> None:
         "log_dirs",
         nargs="+",
         metavar="LOGDIR",
-        help="the job's log directory, the directory given as --log-dir (its newest job is"
-        " printed), or an events.jsonl; several, of the hosts of one job, are merged",
+        help="the directory given as --log-dir (its newest job is printed), the directory of one"
+        " run in it, or an events.jsonl; of several hosts, give those of each host",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     args = parser.parse_args(arguments)
     from regrow.events import print_story
 
-    try:
+    with to_reader():
         code = print_story(*args.log_dirs, as_json=args.json, out=sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, closed the pipe. The interpreter flushes stdout again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
     if code:
         sys.exit(code)

@@ -1,13 +1,13 @@
-"""Command `regrow goodput RUNS...`: what the worker-seconds of a job were spent on."""
+"""Command `regrow goodput LOGDIR ...`: what the worker-seconds of a job were spent on."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from typing import NoReturn
+
+from regrow.cli.args.which_job import add_logs, choose_job, read_logs
+from regrow.cli.screen.output import to_reader
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -25,47 +25,12 @@ def main(arguments: Sequence[str]) -> None:
         description="Print which share of a job's time was training, and what the rest was lost to,"
         " over all its attempts, hosts and requeues.",
     )
-    parser.add_argument(
-        "runs",
-        metavar="RUNS",
-        nargs="+",
-        help="the directory given as --log-dir, the directory of one run in it, or an"
-        " events.jsonl; of several hosts, give those of each host",
-    )
-    parser.add_argument(
-        "--job", metavar="ID", help="the job's --rdzv-id; default: the job that began last"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_logs(parser)
     args = parser.parse_args(arguments)
     from regrow.ledger import read_ledgers, render
 
-    try:
-        ledgers = read_ledgers(args.runs, _warn)
-    except OSError as error:
-        _stop(f"{error.filename}: {error.strerror}" if error.strerror else str(error))
-    chosen = [each for each in ledgers if args.job is None or each.run_id == args.job]
-    if not chosen:
-        known = ", ".join(sorted({str(each.run_id) for each in ledgers})) or "none"
-        _stop(f"no such job in {' '.join(args.runs)}; the jobs there: {known}")
-    if len(chosen) > 1:
-        others = ", ".join(sorted({str(each.run_id) for each in chosen[:-1]}))
-        _warn(f"{len(chosen)} jobs; this is the one that began last; the others: {others}")
-    try:
-        if args.json:
-            print(json.dumps(chosen[-1].to_json(), indent=2))
-        else:
-            print(render(chosen[-1]))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, closed the pipe. The interpreter flushes stdout again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-
-
-def _warn(text: str) -> None:
-    print(f"regrow: {text}", file=sys.stderr)
-
-
-def _stop(text: str) -> NoReturn:
-    _warn(text)
-    sys.exit(2)
+    ledgers = read_logs(read_ledgers, args.log_dirs)
+    number = choose_job([each.run_id for each in ledgers], args.job, args.log_dirs)
+    ledger = ledgers[number]
+    with to_reader():
+        print(json.dumps(ledger.to_json(), indent=2) if args.json else render(ledger))

@@ -7,12 +7,17 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from time import monotonic
 from typing import Any, NoReturn
+
+from regrow.cli.args.which_job import add_endpoint, rendezvous_of
 
 CONNECT_S = 10.0
 """Seconds in which the job must be reached."""
 DECISION_S = 15.0
 """Seconds in which the agents have decided where the ranks stop."""
+TURN_S = 2.0
+"""Seconds after which the request is repeated, because another round may run by then."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -48,25 +53,7 @@ def _parser() -> ArgumentParser:
         help="the log directory of a job with an agent on this host; or the directory given as"
         " --log-dir (its newest job)",
     )
-    parser.add_argument(
-        "--rdzv-id",
-        metavar="ID",
-        default="none",
-        help="id of a job of several hosts (default: none, as for regrow run)",
-    )
-    parser.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST[:PORT],...",
-        help="the endpoints of that job; for the rendezvous c10d and static",
-    )
-    parser.add_argument(
-        "--rdzv-token-file",
-        metavar="FILE",
-        help="file with the token of that job; or REGROW_TOKEN_FILE, or REGROW_TOKEN",
-    )
-    parser.add_argument("--insecure", action="store_true", help="that job has no token")
-    for name, what in (("cert", "certificate"), ("key", "its key"), ("ca", "authority")):
-        parser.add_argument(f"--rdzv-tls-{name}", metavar="FILE", help=f"TLS: {what}")
+    add_endpoint(parser)
     return parser
 
 
@@ -124,26 +111,25 @@ def _has_open(pid: int, path: str) -> bool:
 def _stop_there(args: Namespace) -> None:
     """Ask the agents of a job that meet at an endpoint."""
     from regrow.agent.features.stop_agreement import ask
-    from regrow.rendezvous import RendezvousParameters, open_running_round
-    from regrow.store import StoreError
+    from regrow.rendezvous import JobVisitor
+    from regrow.store import StoreError, StoreTimeout
 
-    given = {
-        "token_file": args.rdzv_token_file,
-        "insecure": "1" if args.insecure else None,
-        **{f"tls_{name}": getattr(args, f"rdzv_tls_{name}") for name in ("cert", "key", "ca")},
-    }
-    keys = {name: value for name, value in given.items() if value}
     try:
-        params = RendezvousParameters("c10d", args.rdzv_endpoint, args.rdzv_id, 1, 1, **keys)
-        client, store = open_running_round(params, CONNECT_S)
+        visitor = JobVisitor(rendezvous_of(args))
     except ValueError as error:
         _end(2, str(error))
-    with client:
-        print(f"regrow stop: asking the job {args.rdzv_id} to stop", flush=True)
-        try:
-            call = ask(store, "regrow stop", DECISION_S)
-        except (StoreError, ValueError) as error:
-            _end(1, f"the agents have not answered; their output shows what happens: {error}")
+    print(f"regrow stop: asking the job {args.rdzv_id} to stop", flush=True)
+    until = monotonic() + DECISION_S
+    with visitor:
+        while True:
+            # The round may have ended meanwhile: ask in the next one, or once more in this one.
+            store = visitor.running_round(CONNECT_S)
+            try:
+                call = ask(store, "regrow stop", TURN_S)
+                break
+            except (StoreError, ValueError) as error:
+                if not isinstance(error, StoreTimeout) or monotonic() >= until:
+                    _end(1, f"the agents have not answered; their output shows why: {error}")
     if call is not None:
         print(f"regrow stop: all ranks stop at call {call} of should_stop")
     else:

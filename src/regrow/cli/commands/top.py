@@ -1,4 +1,4 @@
-"""Command `regrow top [RUNS ...]`: show a running job in the terminal."""
+"""Command `regrow top [LOGDIR ...]`: show a running job in the terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib.util import find_spec
+
+from regrow.cli.args.which_job import add_library, library_of
+from regrow.cli.screen.output import to_reader
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -17,20 +20,14 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         SystemExit: code 2 after it printed a mistake; code 1 if the reader of stdout closed it.
+        RendezvousError: the job is not reached, or the token is missing or wrong.
     """
     parser = ArgumentParser(
         prog="regrow top",
         description="Show the newest job of some log directories in the terminal: its nodes, its"
         " restarts, and the step, the pace and the state of each rank.",
     )
-    parser.add_argument(
-        "runs",
-        metavar="RUNS",
-        nargs="*",
-        default=["."],
-        help="directories given as --log-dir, or directories of single runs; default: the current"
-        " directory",
-    )
+    add_library(parser)
     parser.add_argument(
         "--once",
         action="store_true",
@@ -38,20 +35,17 @@ def main(arguments: Sequence[str]) -> None:
     )
     args = parser.parse_args(arguments)
     if find_spec("rich") is None:
-        parser.exit(2, "regrow top: rich is missing: pip install 'regrow[top]'\n")
+        parser.exit(2, "regrow top: rich is missing: pip install rich\n")
     from rich.console import Console
 
-    from regrow.views import Library
     from regrow.views.top import show
 
-    library = Library(args.runs)
+    library = library_of(args, parser)
     if not library.jobs():
-        parser.exit(2, f"regrow top: no job in {', '.join(args.runs)}: give the --log-dir of one\n")
+        runs = ", ".join(args.runs) or "."
+        where = args.rdzv_endpoint or f"{runs}: give the --log-dir of one"
+        parser.exit(2, f"regrow top: no job in {where}\n")
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else int(os.environ.get("COLUMNS") or 120)
-    try:
+    with to_reader():
         show(library, Console(width=width), once=args.once or not is_terminal)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the interpreter flushes stdout again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)

@@ -1,4 +1,4 @@
-"""Command `regrow web [RUNS ...]`: show running and finished jobs as a page in a browser."""
+"""Command `regrow web [LOGDIR ...]`: show running and finished jobs as a page in a browser."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib.util import find_spec
+
+from regrow.cli.args.which_job import add_library, library_of
 
 PORT = 8450
 """The port that is tried first; a random one if it is in use."""
@@ -20,6 +22,7 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         SystemExit: code 2 after it printed a mistake.
+        RendezvousError: the job is not reached, or the token is missing or wrong.
     """
     parser = ArgumentParser(
         prog="regrow web",
@@ -27,14 +30,7 @@ def main(arguments: Sequence[str]) -> None:
         " that have ended. The page changes nothing. Open the address that this command prints; it"
         " contains a token, without which no data is served.",
     )
-    parser.add_argument(
-        "runs",
-        metavar="RUNS",
-        nargs="*",
-        default=["."],
-        help="directories given as --log-dir, or directories of single runs; default: the current"
-        " directory",
-    )
+    add_library(parser)
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -50,14 +46,13 @@ def main(arguments: Sequence[str]) -> None:
     )
     args = parser.parse_args(arguments)
     if any(find_spec(module) is None for module in ("starlette", "uvicorn")):
-        parser.exit(2, "regrow web: starlette and uvicorn are missing: pip install 'regrow[web]'\n")
-    for folder in args.runs:
-        if not os.path.exists(folder):
-            parser.exit(2, f"regrow web: {folder}: no such file or directory\n")
+        parser.exit(
+            2, "regrow web: starlette and uvicorn are missing: pip install starlette uvicorn\n"
+        )
     token = _token(args.token_file)
+    library = library_of(args, parser)
     from urllib.parse import quote
 
-    from regrow.views import Library
     from regrow.views.web.server import bind, serve
 
     try:
@@ -76,12 +71,12 @@ def main(arguments: Sequence[str]) -> None:
         shown = os.uname().nodename
     if not address.startswith("127.") and address != "::1":
         print(
-            "regrow web: the page is not encrypted: who can read the network's traffic can read"
-            " it, with its token",
+            "regrow web: the page is not encrypted: anyone who can read the network's traffic can"
+            " read the page and its token",
             file=sys.stderr,
         )
     print(f"regrow web: open http://{shown}:{port}/#token={quote(token)}", flush=True)
-    serve(Library(args.runs), token, listener)
+    serve(library, token, listener)
 
 
 def _token(file: str | None) -> str:

@@ -36,11 +36,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import chain, count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from regrow.cli.exit_codes import BRIEF
+from regrow.cli.screen.losable import LosableHosts
 from regrow.utils import begin_time_stamps, quieten, stamped
 from regrow.utils.logging import stamped_lines
 
@@ -81,6 +83,10 @@ _WITHIN_BUDGET = tuple(
     )
 )
 """Begin the names of events that are all kept, because their number is bounded."""
+
+_ACCOUNTS = "regrow.worker.accounts"
+_OF_THE_LEDGER = ("accounts", "account")
+"""Fields that the story does not use: some kilobytes of each worker in each attempt."""
 
 _OVER = ("regrow.rendezvous.completed", "regrow.job.stopping", "regrow.job.finished")
 
@@ -248,7 +254,7 @@ class KeptEvents:
     A crash loop within processes causes some events a second, for days. So of each name only the
     first and the last `MOST` events are kept, more than the story shows of a kind. Events of whole
     attempts and of replaced workers are all kept: the restart budget bounds their number, and the
-    story relates them to each other.
+    story relates them to each other. The accounts of workers are left out.
     """
 
     def __init__(self) -> None:
@@ -259,7 +265,11 @@ class KeptEvents:
 
     def add(self, record: dict[str, Any]) -> None:
         """Add an event, as in the event log."""
-        name, entry = str(record.get("name")), (next(self._numbers), record)
+        name = str(record.get("name"))
+        if name == _ACCOUNTS:
+            return
+        kept = {key: value for key, value in record.items() if key not in _OF_THE_LEDGER}
+        entry = next(self._numbers), kept
         first, last = self._kept.setdefault(name, ([], deque(maxlen=MOST)))
         if len(first) < MOST or name.startswith(_WITHIN_BUDGET) or record.get("replaced"):
             first.append(entry)
@@ -297,10 +307,10 @@ class Console:
         self._speaker = speaker
         self._greeting = ""
         self._events = KeptEvents()
-        self._log_dir = ""
+        self._log_dir, self._has_several_nodes = "", False
         self.job_started = False
         """Whether the job has started."""
-        self._eventful = False
+        self._eventful = self._failed = False
         from regrow.launch import is_scheduled
 
         is_terminal = stream is not None and stream.isatty()
@@ -309,6 +319,7 @@ class Console:
         self._greets = verbose == "1" or (verbose != "0" and (is_terminal or logged))
         self._lines = stamped_lines()
         self._status: StatusLine | None = None
+        self._losable = LosableHosts(self._print_losable) if self._greets else None
         self._waiting: Waiting | None = None
         if endpoint:
             self._waiting = Waiting(self._print_wait, endpoint)
@@ -329,11 +340,14 @@ class Console:
                 self.job_started = True
                 begin_time_stamps(data["monotonic"])
                 self._log_dir = data.get("log_dir") or ""
+                self._has_several_nodes = _has_several_nodes(data)
                 self._greeting = greeting(data) if self._greets else ""
             due = self._follow_speaker(event.name, data)
-            if event.name == "regrow.rendezvous.servers" and self._greets and self._speaker.speaks:
-                due = due or losable(data)
+            if self._losable is not None:
+                line = self._losable(event)
+                due = due or (line if self._speaker.speaks else "")
             self._eventful |= is_eventful(event.name, data)
+            self._failed |= event.name == "regrow.worker.failed"
             if self._waiting is not None:
                 self._waiting(event)
         if self._status is not None:
@@ -355,6 +369,10 @@ class Console:
         if self._speaker.prints_waits:
             say(self._stream, stamped(line))
 
+    def _print_losable(self, line: str) -> None:
+        if self._speaker.speaks:
+            say(self._stream, stamped(line))
+
     def __enter__(self) -> Console:
         self._lines.__enter__()
         if self._waiting is not None:
@@ -364,9 +382,10 @@ class Console:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._waiting is not None:
-            with self._lock:
-                self._waiting.close()
+        with self._lock:
+            for sink in (self._waiting, self._losable):
+                if sink is not None:
+                    sink.close()
         if self._status is not None:
             self._status.close()
         quieten(())
@@ -378,9 +397,16 @@ class Console:
             if error is not None:
                 setattr(error, BRIEF, logs)
             return
-        text = self._story()
+        text = self._story(error)
         if not text:
             return
+        if logs and self._failed:
+            from shlex import quote
+
+            others = ""
+            if self._has_several_nodes:
+                others = " (add the log directories of the other hosts)"
+            logs = f"each failure on one page{others}: regrow explain {quote(self._log_dir)}"
         if logs:
             text += "\n" + stamped(f"regrow: {logs}")
         if error is not None:
@@ -398,14 +424,22 @@ class Console:
         silent = {rank for rank, where in speaker.unheard().items() if is_silent(where, ANSWER_S)}
         return speaker._replace(lost=speaker.lost | silent).speaks
 
-    def _story(self) -> str:
+    def _story(self, error: BaseException | None) -> str:
         if not self._eventful:
             return ""
-        from regrow.events import story
+        from regrow.events import after_report, story
+        from regrow.workers import ChildFailedError
 
         with self._lock:
             events, left_out = self._events.in_order(), self._events.left_out
-        text = story(events).render().rstrip("\n")
+        of_job = story(events)
+        if isinstance(error, ChildFailedError):
+            rank, failure = error.get_first_failure()
+            if failure.traceback is not None or failure.cause is not None:
+                of_job = after_report(of_job, rank, failure.pid)
+        elif error is not None and of_job.state == "ERROR":
+            of_job = replace(of_job, reason=None)  # the text of the error is printed above
+        text = of_job.render().rstrip("\n")
         if left_out:
             more = f"regrow: without {left_out} events; `regrow events` shows the story with all"
             text += "\n" + stamped(more)
@@ -423,13 +457,14 @@ def greeting(data: Mapping[str, Any]) -> str:
     """Format the line at the start from the metadata of `regrow.job.started`."""
     from regrow.events import NO_ID
 
-    nodes, workers = str(data.get("nnodes", 1)), data.get("nproc_per_node", 1)
+    workers = data.get("nproc_per_node", 1)
     size = f"{workers} worker{'s' if workers != 1 else ''}"
-    if nodes not in ("1", "1:1"):
-        size += f" on this node of {nodes}"
+    if _has_several_nodes(data):
+        size += f" on this node of {data['nnodes']}"
     id = data.get("run_id")
     named = "regrow" if id == NO_ID else f"regrow: job {id}"
-    parts = [f"{named}: {size}", f"{data.get('max_restarts')} restarts"]
+    restarts = data.get("max_restarts")
+    parts = [f"{named}: {size}", f"{restarts} restart{'s' if restarts != 1 else ''}"]
     bounds: Mapping[str, float] = data.get("bounds") or {}
     parts += [f"{text} within {seconds:g} s" for text, seconds in bounds.items()]
     if data.get("log_dir"):
@@ -437,18 +472,9 @@ def greeting(data: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def losable(data: Mapping[str, Any]) -> str:
-    """Format the line about hosts that may be lost, from the metadata of the event about servers.
-
-    Returns:
-        The line; empty if no host may take over from the one that serves the rendezvous.
-    """
-    hosts = data.get("may_lose") or 0
-    if not hosts:
-        return ""
-    which = "any one host" if hosts == 1 else f"any {hosts} hosts"
-    server = data.get("server")
-    return f"regrow: the rendezvous survives the loss of {which}, also of {server}, which serves it"
+def _has_several_nodes(data: Mapping[str, Any]) -> bool:
+    """Return whether a job may have several nodes, from the metadata of `regrow.job.started`."""
+    return str(data.get("nnodes", 1)) not in ("1", "1:1")
 
 
 def say(stream: TextIO | None, text: str) -> None:

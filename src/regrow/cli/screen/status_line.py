@@ -12,7 +12,7 @@ it draws, so a missed SIGWINCH costs a second at most. It never writes to a term
 output (Ctrl-S). It hides the line while the job is in the background of its terminal. So the line
 never blocks the job.
 
-Two pure functions determine the content: `advance` reduces the job's events to a `Status`, and
+Two pure functions determine the content: `advance` reduces the job's events to a `JobStatus`, and
 `render` formats it.
 
 `close` restores the scrolling region, at the latest by atexit. Two cases have no solution. After
@@ -61,7 +61,7 @@ _MAKE_ROOM = "\033D\033[A"
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class JobStatus:
     """Status of the job on this node, as the line shows it."""
 
     started: float | None = None
@@ -90,7 +90,7 @@ class Status:
     """Time on the monotonic clock (s) at which `incident` disappears; None: it stays."""
 
 
-def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
+def advance(status: JobStatus, name: str, metadata: Mapping[str, Any]) -> JobStatus:
     """Return the status after an event; unknown events change nothing.
 
     Args:
@@ -104,7 +104,7 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
     return after
 
 
-def _advanced(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
+def _advanced(status: JobStatus, name: str, metadata: Mapping[str, Any]) -> JobStatus:
     match name:
         case "regrow.job.started":
             return replace(status, started=metadata["monotonic"], phase="waiting for nodes")
@@ -197,7 +197,7 @@ def _advanced(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
     return status
 
 
-def render(status: Status, width: int, now: float) -> str:
+def render(status: JobStatus, width: int, now: float) -> str:
     """Format the line in plain ASCII; the least important part is at the end and is cut first.
 
     Args:
@@ -287,7 +287,7 @@ class StatusLine:
         self._clock = clock
         # Items: an event, None to draw again (SIGWINCH), or this object itself to stop the thread.
         self._queue: SimpleQueue[object] = SimpleQueue()
-        self._status = Status()
+        self._status = JobStatus()
         self._reserved: int | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()

@@ -45,6 +45,7 @@ from regrow.inprocess.call.restart import (
     kept,
     may_be_replaced,
     release,
+    report_exception,
     report_restart,
     root_cause,
 )
@@ -72,7 +73,7 @@ from regrow.inprocess.store import PrefixStore, TCPStore
 from regrow.inprocess.watchdog.monitor_client import open_monitor
 from regrow.inprocess.watchdog.rank_progress import RankProgress, SoftWatch
 from regrow.store import StoreError
-from regrow.utils import describe, get_cause, get_traceback, is_a, str_of
+from regrow.utils import describe, get_cause, get_traceback, is_a, place_of, str_of
 from regrow.utils.logging import library_logger
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class CallWrapper:
         self._joined, self._replaced = False, tuple[int, ...]()
         self._abandon: Callable[[], object] = lambda: None  # closes the link, once there is one
         self._finalize_failed = False
+        self._sent_traceback: str | None = None  # the agent knows it
 
     @property
     def number(self) -> int | None:
@@ -140,7 +142,7 @@ class CallWrapper:
         more = {"stop": stop} if config.store_factory is TCPStore else {}
         self._store = config.store_factory(**(config.store_kwargs or {}), **more)
         if isinstance(self._store, TCPStore):
-            stack.callback(self._store.close)
+            stack.callback(self._close, self._store)
         if self._number is None:
             self._number = call_number()  # a call that cannot begin is not counted
         self._group = group_name(number=self._number)
@@ -153,7 +155,7 @@ class CallWrapper:
         )
         shared, group = group_store(self._store, self._group, *rank_and_size, timeouts.barrier)
         if shared is not self._store:
-            stack.callback(shared.close)
+            stack.callback(self._close, shared)
         connect = partial(shared.session, stop=stop)
         self._link = ServiceLink(connect, group, *rank_and_size, timeouts)
         stack.callback(self._link.close)
@@ -179,6 +181,12 @@ class CallWrapper:
             open_monitor(shared, self._link, group, state.rank, config),
         )
         stack.callback(self._watch.close)
+
+    def _close(self, store: TCPStore) -> None:
+        if self._leaves:
+            store.abandon()
+        else:
+            store.close()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if os.getpid() == self._pid:
@@ -453,14 +461,19 @@ class CallWrapper:
         left_at = time.monotonic()
         reason = get_cause(error) if is_a(error, RankShouldRestart) else error
         self._state.fn_exception = reason if isinstance(reason, Exception) else None
-        kind, text = Interruption.EXCEPTION.name, describe(error)
+        kind, text = Interruption.EXCEPTION.name, f"{describe(error)}{place_of(error)}"
         raised = type(error), error, get_traceback(error)
         try:
             self._link.report(self._iteration, kind, text, time.monotonic() - left_at)
         finally:  # other ranks wait for the report; the log may be slow, so it comes second
+            self._send_exception(error)
             logger.error(
                 "rank %s failed in iteration %d", self._state.rank, self._iteration, exc_info=raised
             )
+
+    def _send_exception(self, error: BaseException) -> None:
+        rank = self._state.initial_rank
+        self._sent_traceback = report_exception(self._iteration, rank, error, self._sent_traceback)
 
     def _restart(self, ending: Ending) -> None:
         """Go from the end of an iteration to the next one, up to the point before `enter`."""
@@ -583,6 +596,8 @@ class CallWrapper:
         if self._report_exit(error, replaced=replaced):
             self._left_as = board.IN_WRAPPER | (board.MAY_BE_REPLACED if replaced else 0)
         board.set_restart_state(board.OWES_RESULT if self._left_as is None else self._left_as)
+        if self._left_as is not None and not is_a(error, LinkError | RestartAbort | RankDiscarded):
+            self._send_exception(error)
         self._state.mode = Mode.TERMINATED
         self._watch.recover(self._config.hard_timeout.total_seconds())
         try:

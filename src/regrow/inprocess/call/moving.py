@@ -1,6 +1,6 @@
 """`Moves`: how a rank goes on in the next round of its job, in the same process.
 
-When a host is lost or joins, the round of the agents ends. Without `Wrapper(elastic=True)`
+When a host is lost, joins or leaves, the round of the agents ends. Without `Wrapper(elastic=True)`
 each agent then ends its workers, and starts others in the next round. With it, the agent sends each
 of its workers the order to leave the round:
 
@@ -8,15 +8,18 @@ of its workers the order to leave the round:
    aborts and interrupts the function, as after a fault.
 2. The rank runs `finalize` and the health check, ends the threads of the call, and marks itself as
    *parked* in the page of steps: the function does not run, and does not run again before the next
-   order. All this is what an agent needs to know of a worker before it joins the next round, as
-   after the worker's end. If `finalize` or the health check fails, the rank ends.
+   order. So the agent may join the next round, as after the end of the worker. If `finalize` or the
+   health check fails, the rank ends.
 3. The agent joins. When the round is formed, it sends the order to join, with the variables of the
    round: ranks, stores, addresses, fencing token.
 4. The rank makes the call again, as a process that has just come to it: in a new group in the
    store of the new round, where the ranks that stayed and those in new processes meet.
 
 A rank that cannot reach its store any more waits for the order, because the store's host may be the
-one that was lost. The order to leave also ends a connection attempt in the next round.
+one that was lost. The order to leave also ends a connection attempt in the next round. If several
+hosts leave with notice, the host of the store may be gone long before the last one, which ends the
+round. So the agent orders its ranks to wait for longer then. They also wait if they do not meet a
+rank because it still saves.
 
 An order is one line of JSON in a pipe that the agent holds, opened as `/proc/<agent>/fd/<n>`. The
 order to leave names the attempt, so that a late one has no effect on the next attempt.
@@ -37,7 +40,7 @@ from contextlib import suppress
 from typing import Any, Final, cast
 
 from regrow import _progress as board
-from regrow.inprocess.exception import LinkClosedError, LinkLostError
+from regrow.inprocess.exception import BarrierTimeout, LinkClosedError, LinkLostError
 from regrow.store import LAUNCHED_SIZE_ENV, StoreError
 from regrow.utils import is_a, ready, start_thread
 from regrow.utils.logging import library_logger
@@ -49,6 +52,7 @@ ORDER_S: Final = 15.0
 have noticed a silent host after 5 s."""
 LEAVE: Final = "leave"
 JOIN: Final = "join"
+WAIT: Final = "wait"
 ATTEMPT: Final = "REGROW_ATTEMPT"
 _CHUNK: Final = 1 << 16
 LONGEST_ORDER: Final = 1 << 20
@@ -78,6 +82,8 @@ class Moves:
         self._unread = b""
         self._waiting: deque[dict[str, Any]] = deque()
         self._over = False  # whether the agent has ended, so that no order comes any more
+        self.patience = 0.0
+        """Seconds that the agent has ordered to wait for the order to leave."""
 
     def close(self) -> None:
         """Release the descriptors."""
@@ -104,7 +110,11 @@ class Moves:
     def _listen(self, leave: Callable[[], object]) -> None:
         while True:
             while (order := self._next()) is not None:
-                if order.get("kind") == LEAVE and str(order.get("attempt")) == _attempt():
+                if str(order.get("attempt")) != _attempt():
+                    continue
+                if order.get("kind") == WAIT:
+                    self.patience = order.get("seconds", 0.0)
+                elif order.get("kind") == LEAVE:
                     self._leaving.set()
                     os.eventfd_write(self.leaves, 1)
                     leave()
@@ -117,13 +127,15 @@ class Moves:
 
         Args:
             error: why it cannot continue. Without its store it waits for the order to leave.
-            timeout: seconds for which it waits, at most `ORDER_S`.
+            timeout: seconds for which it waits, at most `ORDER_S`, unless the agent has ordered it
+                to wait for longer.
         """
+        missing = bool(self.patience) and is_a(error, BarrierTimeout)  # a rank that saves
         if self.leaving:
-            return is_a(error, LinkClosedError | LinkLostError | StoreError)
-        if not is_a(error, LinkLostError | StoreError):
+            return missing or is_a(error, LinkClosedError | LinkLostError | StoreError)
+        if not missing and not is_a(error, LinkLostError | StoreError):
             return False
-        timeout = min(timeout, ORDER_S)
+        timeout = max(min(timeout, ORDER_S), self.patience)
         logger.warning("this rank waits %g s for the next round, because: %s", timeout, error)
         return self._leaving.wait(timeout)
 
@@ -148,6 +160,7 @@ class Moves:
                     _take(order)
                     board.reopen()  # the next step is the first one of the next attempt
                     self._leaving.clear()
+                    self.patience = 0.0
                     os.eventfd_read(self.leaves)
                     logger.warning(
                         "rank %s of %s goes on in the next round, %.3f s after it left its round",
@@ -199,8 +212,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         order = json.loads(line)
         env = order.get("env", {})
-        valid = all(isinstance(each, str) for each in env) and all(
-            value is None or isinstance(value, str) for value in env.values()
+        valid = isinstance(order.get("seconds", 0.0), float) and all(
+            isinstance(name, str) and (value is None or isinstance(value, str))
+            for name, value in env.items()
         )
     except (ValueError, AttributeError, TypeError, RecursionError):
         valid = False

@@ -40,7 +40,8 @@ the first restart are frozen as well. Some of these may become garbage later, su
 exception; they live until the call ends. Therefore regrow freezes once more only: a further freeze
 would also keep such objects of another iteration.
 
-**Report.** A restart is one line in the log of each rank, and one event of the job.
+**Report.** A restart is one line in the log of each rank, and one event of the job. A rank whose
+function has raised an exception sends another event, with the traceback.
 """
 
 from __future__ import annotations
@@ -68,7 +69,16 @@ from regrow.inprocess.exception import (
 from regrow.inprocess.group.group_messages import Fault, Faults, Joined
 from regrow.inprocess.ranks.assignment import RankDiscarded
 from regrow.inprocess.state import State
-from regrow.utils import Backoff, get_cause, get_context, get_traceback, is_a, source_text
+from regrow.utils import (
+    Backoff,
+    describe,
+    get_cause,
+    get_context,
+    get_traceback,
+    is_a,
+    source_text,
+    stack_of,
+)
 from regrow.utils.logging import library_logger
 
 logger = library_logger(__name__)
@@ -330,6 +340,38 @@ def report_restart(timeline: Timeline, state: State) -> None:
             faults=len(timeline.faults.records),
             seconds=seconds,
         )
+
+
+RAISED: Final = "regrow.inprocess.raised"
+
+
+def report_exception(
+    iteration: int, rank: int | None, error: BaseException, before: str | None
+) -> str | None:
+    """Send the agent an event with the exception that ended the function on this rank.
+
+    A function that fails again and again would fill the log with copies of one traceback. So an
+    event has None in its place, if it is that of this rank's event before.
+
+    Args:
+        iteration: the number of the call that ended.
+        rank: the initial rank of this process.
+        error: the exception.
+        before: what this function returned before; None at first.
+
+    Returns:
+        The traceback.
+    """
+    if not board.has_agent():
+        return before
+    lines, message = stack_of(error), describe(error)[:TEXT]
+    fields = {"iteration": iteration, "rank": rank, "pid": os.getpid(), "message": message}
+    text = "\n".join(lines)
+    while lines and len(board.event_line(RAISED, {**fields, "traceback": text})) > board.LONGEST:
+        lines = lines[1:]  # the cause is at the end
+        text = "\n".join(lines)
+    board.send_event(RAISED, **fields, traceback=None if text == before else text)
+    return text
 
 
 _PACKAGE = f"{__name__.partition('.')[0]}."

@@ -20,7 +20,7 @@ from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group.group_messages import Fault, Faults, GroupRefusal, Met, Timeouts
 
 
-class Phase(Enum):
+class GroupPhase(Enum):
     """Phases of a group; the value names the action that the living ranks still have to do."""
 
     JOINING = "joined"
@@ -59,7 +59,7 @@ class Group(NamedTuple):
     size: int
     """Number of ranks that have to join."""
     timeouts: Timeouts
-    phase: Phase = Phase.JOINING
+    phase: GroupPhase = GroupPhase.JOINING
     iteration: int = 0
     living: int = 0
     """Ranks that have joined and not ended."""
@@ -103,8 +103,8 @@ class Group(NamedTuple):
     @property
     def finished(self) -> bool:
         """Whether no event can change the group any more."""
-        joined = self.phase is not Phase.JOINING
-        over = self.phase is Phase.OVER or self.failure is not None
+        joined = self.phase is not GroupPhase.JOINING
+        over = self.phase is GroupPhase.OVER or self.failure is not None
         return over or (joined and not self.living)
 
     @property
@@ -112,7 +112,7 @@ class Group(NamedTuple):
         """When a `Tick` is due, in seconds; None if no rank waits for another."""
         if self.since is None or self.finished:
             return None
-        if self.phase is Phase.ENDING and not self.living & ~self.here:
+        if self.phase is GroupPhase.ENDING and not self.living & ~self.here:
             return self.awaited_until
         return self.since + self.allowed
 
@@ -123,9 +123,11 @@ class Group(NamedTuple):
     @property
     def allowed(self) -> float:
         """Seconds for which this phase waits for missing ranks, counted from `since`."""
-        if self.phase in (Phase.RUNNING, Phase.CONFIRMING):
+        if self.phase in (GroupPhase.RUNNING, GroupPhase.CONFIRMING):
             return self.timeouts.completion
-        return self.timeouts.last_call if self.phase is Phase.LAST_CALL else self.timeouts.barrier
+        return (
+            self.timeouts.last_call if self.phase is GroupPhase.LAST_CALL else self.timeouts.barrier
+        )
 
 
 def bit(rank: int) -> int:
@@ -147,7 +149,7 @@ def reply(group: Group, asked: messages.Asked, now: float) -> messages.GroupRepl
         isinstance(asked, messages.Report) and asked.number == messages.OVERDUE
     ):
         return messages.Noted()  # the monitor may report for a rank that has ended
-    if isinstance(asked, messages.Leave):
+    if isinstance(asked, messages.LeaveGroup):
         return _reply_to_leave(group, asked, now)
     if isinstance(asked, messages.Join):
         return _reply_to_join(group, asked, now)
@@ -177,30 +179,33 @@ def _reply_now(group: Group, asked: messages.Asked, now: float) -> messages.Grou
     phase = group.phase
     if group.failure is not None:
         return group.failure
-    if phase is Phase.OVER:
+    if phase is GroupPhase.OVER:
         return messages.Over()
-    if phase is Phase.ENDING or phase is Phase.LAST_CALL:
+    if phase is GroupPhase.ENDING or phase is GroupPhase.LAST_CALL:
         waits = isinstance(asked, messages.Ready) or (
-            isinstance(asked, messages.AnswerLastCall) and phase is Phase.LAST_CALL
+            isinstance(asked, messages.AnswerLastCall) and phase is GroupPhase.LAST_CALL
         )
         return None if waits else messages.Interrupted(Faults(group.iteration, group.faults, now))
     happened = (
-        (isinstance(asked, messages.RankDone) and phase is Phase.CONFIRMING)
-        or (isinstance(asked, messages.Enter) and phase in (Phase.RUNNING, Phase.CONFIRMING))
+        (isinstance(asked, messages.RankDone) and phase is GroupPhase.CONFIRMING)
+        or (
+            isinstance(asked, messages.Enter)
+            and phase in (GroupPhase.RUNNING, GroupPhase.CONFIRMING)
+        )
         or (isinstance(asked, messages.WaitCompleted) and group.completed)
     )
     return messages.Go(group.iteration) if happened else None
 
 
 def _reply_to_join(group: Group, asked: messages.Join, now: float) -> messages.GroupReply | None:
-    if group.phase is Phase.OVER and asked.incarnation:
+    if group.phase is GroupPhase.OVER and asked.incarnation:
         return messages.Over()
     if group.newcomers & bit(asked.rank):
         return group.failure
     end = None if group.living & bit(asked.rank) else group.end_of(asked.rank)
     if end is not None:
         return _evicted(end)
-    if group.phase is Phase.JOINING:
+    if group.phase is GroupPhase.JOINING:
         return group.failure
     met = group.before
     place = (
@@ -220,12 +225,12 @@ def _evicted(end: End) -> GroupRefusal:
     )
 
 
-def _reply_to_leave(group: Group, asked: messages.Leave, now: float) -> messages.GroupReply:
+def _reply_to_leave(group: Group, asked: messages.LeaveGroup, now: float) -> messages.GroupReply:
     """Confirm the exit of a rank only if the other ranks can continue without it."""
     if group.end_of(asked.rank) is None:
         if group.failure is not None:
             return group.failure
-        if group.phase is Phase.OVER:
+        if group.phase is GroupPhase.OVER:
             return messages.Over()
     faults = Faults(asked.iteration, (), now)  # of an iteration whose faults are no longer kept
     if asked.iteration == group.iteration:

@@ -247,7 +247,7 @@ class RankDone(OfIteration, tag=9, frozen=True, gc=False):
     """See `ServiceLink.done`."""
 
 
-class Leave(OfIteration, tag=10, frozen=True, gc=False):
+class LeaveGroup(OfIteration, tag=10, frozen=True, gc=False):
     """Report of `ServiceLink.terminated`."""
 
     kind: Kind
@@ -287,7 +287,7 @@ Asked = (
     | WaitCompleted
     | RankDone
     | Confirm
-    | Leave
+    | LeaveGroup
     | ReportDead
 )
 

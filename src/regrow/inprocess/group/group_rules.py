@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 from regrow.inprocess.attribution import list_ranks
 from regrow.inprocess.group import group_messages as messages
-from regrow.inprocess.group.group import End, Group, GroupPlace, Phase, bit, ranks_of
+from regrow.inprocess.group.group import End, Group, GroupPhase, GroupPlace, bit, ranks_of
 from regrow.inprocess.group.group_messages import (
     SOFT_TIMEOUT,
     Fault,
@@ -69,12 +69,12 @@ class Tick(NamedTuple):
 Event = messages.Asked | messages.NotReplaced | Lost | Tick
 
 _AWAITED = {
-    Phase.JOINING: messages.Join,
-    Phase.ENTERING: messages.Enter,
-    Phase.RUNNING: messages.RankDone,
-    Phase.CONFIRMING: messages.Confirm,
-    Phase.LAST_CALL: messages.AnswerLastCall,
-    Phase.ENDING: messages.Ready,
+    GroupPhase.JOINING: messages.Join,
+    GroupPhase.ENTERING: messages.Enter,
+    GroupPhase.RUNNING: messages.RankDone,
+    GroupPhase.CONFIRMING: messages.Confirm,
+    GroupPhase.LAST_CALL: messages.AnswerLastCall,
+    GroupPhase.ENDING: messages.Ready,
 }
 """The question by which a rank arrives at the barrier of a phase."""
 
@@ -120,11 +120,11 @@ def _handle(group: Group, event: Event, now: float) -> Group:
             f"initial rank {event.rank} is in iteration {event.iteration}, but the group is in "
             f"iteration {group.iteration}"
         )
-    if isinstance(event, messages.Leave):
+    if isinstance(event, messages.LeaveGroup):
         return _leave(group, event, now)
     if isinstance(event, messages.Report):
         return _report(group, event, now)
-    if event.iteration < group.iteration or group.phase is Phase.JOINING:
+    if event.iteration < group.iteration or group.phase is GroupPhase.JOINING:
         return group
     return (
         _enter(group, event, now) if isinstance(event, messages.Enter) else _act(group, event, now)
@@ -135,7 +135,7 @@ def _join(group: Group, event: messages.Join, now: float) -> Group:
     one = bit(event.rank)
     if group.living & one:
         return group
-    if group.phase is not Phase.JOINING:
+    if group.phase is not GroupPhase.JOINING:
         if not event.incarnation or group.newcomers & one:
             return group
         others = tuple(each for each in group.origins if each[0] != event.rank)
@@ -164,15 +164,15 @@ def _act(group: Group, event: messages.OfIteration, now: float) -> Group:
     acts = not isinstance(event, messages.AnswerLastCall | messages.Follow | messages.WaitCompleted)
     if acts and not group.entered & one:
         raise ValueError(f"initial rank {event.rank} never entered iteration {group.iteration}")
-    if isinstance(event, messages.Confirm) and phase is Phase.RUNNING:
+    if isinstance(event, messages.Confirm) and phase is GroupPhase.RUNNING:
         raise ValueError(
             f"initial rank {event.rank} confirms the end of iteration {group.iteration}, but not "
             f"all ranks are done"
         )
-    if isinstance(event, messages.Completed) and phase is Phase.RUNNING:
+    if isinstance(event, messages.Completed) and phase is GroupPhase.RUNNING:
         return group if group.completed else group._replace(completed=True)
     if isinstance(event, messages.Ready):
-        if phase not in (Phase.LAST_CALL, Phase.ENDING):
+        if phase not in (GroupPhase.LAST_CALL, GroupPhase.ENDING):
             raise ValueError(
                 f"initial rank {event.rank} is ready for the end of iteration {group.iteration}, "
                 f"but the iteration has no fault"
@@ -199,7 +199,7 @@ def _enter(group: Group, event: messages.Enter, now: float) -> Group:
         return group
     place = GroupPlace(event.rank, event.place, event.world_size, event.active)
     group = group._replace(places=(*group.places, place), entered=group.entered | one)
-    return _arrive(group, one, now) if group.phase is Phase.ENTERING else group
+    return _arrive(group, one, now) if group.phase is GroupPhase.ENTERING else group
 
 
 def _report(group: Group, event: messages.Report, now: float) -> Group:
@@ -217,9 +217,9 @@ def _report(group: Group, event: messages.Report, now: float) -> Group:
     return group._replace(before=before._replace(faults=faults))
 
 
-def _leave(group: Group, event: messages.Leave, now: float) -> Group:
+def _leave(group: Group, event: messages.LeaveGroup, now: float) -> Group:
     fault, one = _fault(event, now), bit(event.rank)
-    if event.discarded and not group.entered & one and group.phase is not Phase.JOINING:
+    if event.discarded and not group.entered & one and group.phase is not GroupPhase.JOINING:
         group = group._replace(discarded=group.discarded | one)
     else:
         group = _record(group, fault)
@@ -235,7 +235,7 @@ def _await(group: Group, one: int, now: float) -> Group:
     return group._replace(awaited=group.awaited | one, awaited_until=now + wait)
 
 
-def _fault(event: Lost | messages.Report | messages.Leave, now: float) -> Fault:
+def _fault(event: Lost | messages.Report | messages.LeaveGroup, now: float) -> Fault:
     return Fault(event.kind, event.rank, event.message[: messages.TEXT], now, event.lag)
 
 
@@ -262,35 +262,35 @@ def _advance(group: Group, now: float) -> Group:
         text = "every rank that could continue the function has ended"
         return group._replace(failure=GroupRefusal("missing", text))
     phase = group.phase
-    if group.faults and phase in (Phase.ENTERING, Phase.RUNNING, Phase.CONFIRMING):
-        return _begin(group, Phase.LAST_CALL, since=now)
+    if group.faults and phase in (GroupPhase.ENTERING, GroupPhase.RUNNING, GroupPhase.CONFIRMING):
+        return _begin(group, GroupPhase.LAST_CALL, since=now)
     late = group.since is not None and now >= group.since + group.allowed
     missing = _missing(group)
     if missing and not late:
         return group
-    if phase is Phase.LAST_CALL:
+    if phase is GroupPhase.LAST_CALL:
         since = now if group.ready else None
-        return _begin(group, Phase.ENDING, here=group.ready, since=since)
-    if missing and phase in (Phase.RUNNING, Phase.CONFIRMING):
+        return _begin(group, GroupPhase.ENDING, here=group.ready, since=since)
+    if missing and phase in (GroupPhase.RUNNING, GroupPhase.CONFIRMING):
         return _blame(group, missing, now)
     if missing:
         return group._replace(failure=GroupRefusal("missing", _missing_text(group, missing)))
-    if phase is Phase.JOINING:
-        return _begin(group._replace(world=_everyone(group)), Phase.ENTERING)
-    if phase is Phase.RUNNING:
-        return _begin(group, Phase.CONFIRMING, since=now)
-    if phase is Phase.CONFIRMING:
-        return _begin(group, Phase.OVER)
-    if phase is Phase.ENDING and now < group.awaited_until and _waits_for_replacement(group):
+    if phase is GroupPhase.JOINING:
+        return _begin(group._replace(world=_everyone(group)), GroupPhase.ENTERING)
+    if phase is GroupPhase.RUNNING:
+        return _begin(group, GroupPhase.CONFIRMING, since=now)
+    if phase is GroupPhase.CONFIRMING:
+        return _begin(group, GroupPhase.OVER)
+    if phase is GroupPhase.ENDING and now < group.awaited_until and _waits_for_replacement(group):
         return group
     clash = _clash(group)
     if clash:
         return group._replace(failure=GroupRefusal("mismatch", clash))
-    return _begin(group, Phase.RUNNING) if phase is Phase.ENTERING else _meet(group, now)
+    return _begin(group, GroupPhase.RUNNING) if phase is GroupPhase.ENTERING else _meet(group, now)
 
 
 def _missing(group: Group) -> int:
-    awaited = _everyone(group) if group.phase is Phase.JOINING else group.living
+    awaited = _everyone(group) if group.phase is GroupPhase.JOINING else group.living
     return awaited & ~group.here
 
 
@@ -298,7 +298,7 @@ def _everyone(group: Group) -> int:
     return (1 << group.size) - 1
 
 
-def _begin(group: Group, phase: Phase, *, here: int = 0, since: float | None = None) -> Group:
+def _begin(group: Group, phase: GroupPhase, *, here: int = 0, since: float | None = None) -> Group:
     return group._replace(phase=phase, here=here, since=since)
 
 
@@ -306,7 +306,7 @@ def _blame(group: Group, missing: int, now: float) -> Group:
     """Record a fault of each rank that missed the completion time-out; all ranks then restart."""
     late = f"{group.timeouts.completion:g} s after"
     text = f"not done {late} the first rank was"
-    if group.phase is Phase.CONFIRMING:
+    if group.phase is GroupPhase.CONFIRMING:
         text = f"did not confirm the end of the call {late} all ranks were done"
     for rank in ranks_of(missing):
         reported = group.reported | {(group.iteration, rank, messages.OVERDUE)}
@@ -342,7 +342,7 @@ def _meet(group: Group, now: float) -> Group:
     return Group(
         size=group.size,
         timeouts=group.timeouts,
-        phase=Phase.ENTERING,
+        phase=GroupPhase.ENTERING,
         iteration=iteration,
         living=living,
         world=living,

@@ -38,7 +38,7 @@ from typing import Final
 import msgspec
 
 from regrow.inprocess.group import group_messages as messages
-from regrow.inprocess.group.group import Group, Phase, bit, ranks_of, reply
+from regrow.inprocess.group.group import Group, GroupPhase, bit, ranks_of, reply
 from regrow.inprocess.group.group_messages import GroupRefusal, Reason
 from regrow.inprocess.group.group_rules import Event, Lost, Tick, step
 from regrow.store import Answer, within
@@ -231,7 +231,7 @@ class InprocessService:
                 f"another process has taken the place of this one as initial rank {rank} of the "
                 f"group {name!r}",
             )
-        is_over = group is not None and group.state.phase is Phase.OVER
+        is_over = group is not None and group.state.phase is GroupPhase.OVER
         if group is None or (group.state.finished and not known and not (newer and is_over)):
             group, record = self._begin(question), None
         state = group.state
@@ -261,7 +261,7 @@ class InprocessService:
             self._unbind(record)
             record.process, record.incarnation = question.process, question.incarnation
             return out
-        if state.phase is not Phase.JOINING:
+        if state.phase is not GroupPhase.JOINING:
             why = "runs in another process" if living else "was removed as lost"
             raise _RefusedError(
                 "mismatch",
@@ -303,7 +303,7 @@ class InprocessService:
 
     def _delete(self, group: _GroupRecord) -> None:
         del self._groups[group.name]
-        is_over = group.state.phase is Phase.OVER
+        is_over = group.state.phase is GroupPhase.OVER
         self._deleted[group.name] = None if is_over else group.state.iteration
         if len(self._deleted) > DELETED:
             del self._deleted[next(iter(self._deleted))]

@@ -306,7 +306,7 @@ class ServiceLink:
             CallOverError: the call is over; no other rank continues in place of this one.
         """
         text = message[: messages.TEXT]
-        question = messages.Leave(*self._me, iteration, kind, text, discarded, lag, replaced)
+        question = messages.LeaveGroup(*self._me, iteration, kind, text, discarded, lag, replaced)
         reply = self._ask(question, nudge=NUDGE)
         if isinstance(reply, messages.Over):
             raise CallOverError(

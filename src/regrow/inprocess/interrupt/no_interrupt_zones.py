@@ -15,6 +15,9 @@ exception in it does harm that no restart repairs:
 
 User code with the same gap has the same risk as with Ctrl-C.
 
+The handler of SIGTERM is not interrupted at all. It may still save a checkpoint after other ranks
+have ended. The sender of the signal ends the process after a grace.
+
 **Triggers.** A trigger calls a handler in the thread to be interrupted. In the main thread this is
 a signal's handler, and the signal ends a call that blocks.
 
@@ -37,10 +40,12 @@ an interrupt is requested. Each then costs 0.3 us, in the other threads of the p
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -102,9 +107,12 @@ class InterruptCheck:
         """
         held = self.is_ours(handled)
         collector = _WEAK | {getattr(each, "__code__", None) for each in gc.callbacks}
+        handler = _code_of(signal.getsignal(signal.SIGTERM))
         frame: FrameType | None = top
         while frame is not None and frame is not guard:
             code = frame.f_code
+            if code is handler:
+                return False
             held = held or code.co_name == "__del__" or code.co_filename == _IMPORT
             held = held or code in collector
             frame = frame.f_back
@@ -144,6 +152,15 @@ class InterruptCheck:
             return self._looks >= LOOKS
         self._passing, self._farthest, self._looks = top, at, 1
         return False
+
+
+def _code_of(handler: object) -> object:
+    """Return the code of a signal's handler; None if it has none in Python."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
 
 
 class Trigger(NamedTuple):

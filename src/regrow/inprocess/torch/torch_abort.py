@@ -223,7 +223,7 @@ class _Symbol(ctypes.Structure):
     )
 
 
-class _Watched(NamedTuple):
+class _WatchedSocket(NamedTuple):
     """A descriptor that an epoll instance waits for."""
 
     fd: int
@@ -307,7 +307,7 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _watched() -> Iterator[_Watched]:
+def _watched() -> Iterator[_WatchedSocket]:
     """Yield all descriptors that the epoll instances of this process wait for."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed in the meantime
@@ -316,7 +316,7 @@ def _watched() -> Iterator[_Watched]:
             with open(f"/proc/self/fdinfo/{name}", "rb") as info:
                 lines = info.read()
             for fd, handler, inode in _WATCHED.findall(lines):
-                yield _Watched(int(fd), int(handler, 16), int(inode, 16))
+                yield _WatchedSocket(int(fd), int(handler, 16), int(inode, 16))
 
 
 def _class_of(address: int, memory: int) -> bytes | None:

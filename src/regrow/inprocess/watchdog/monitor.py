@@ -46,7 +46,7 @@ report is not logged: when a whole job ends, its store is gone before its last r
 
 People read the notes in a rank's log file or on stderr. Neither may delay the end of a rank, so
 all files are written in the background, in order. The connection of a rank that names files is
-closed there as well: its end tells the rank that the files are written.
+closed there as well: its end shows the rank that the files are written.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -90,7 +90,7 @@ No rank could send a message then. So the time in which the watcher slept does n
 """
 
 
-class Due(NamedTuple):
+class ExpiredDeadline(NamedTuple):
     """A rank that has sent no message for too long."""
 
     id: int
@@ -143,12 +143,12 @@ class Deadlines:
             self._latest[id] = deadline._replace(until=deadline.until + slept), earlier
         return slept
 
-    def due(self, now: float) -> list[Due]:
+    def due(self, now: float) -> list[ExpiredDeadline]:
         """Return the ranks that are due, the earliest first, and each once.
 
         This also removes the ranks that are to be ended.
         """
-        late: dict[int, Due] = {}
+        late: dict[int, ExpiredDeadline] = {}
         for _, due in sorted(entry for entry in self._all() if entry[0] <= now):
             if due.id not in late or due.iteration < 0:
                 late[due.id] = due
@@ -158,12 +158,12 @@ class Deadlines:
                 self._latest[id] = deadline._replace(iteration=UNCHECKED), earlier
         return list(late.values())
 
-    def _all(self) -> Iterator[tuple[float, Due]]:
+    def _all(self) -> Iterator[tuple[float, ExpiredDeadline]]:
         """Yield the hard deadline of each rank, and its soft deadline if that is checked."""
         for id, (deadline, earlier) in self._latest.items():
-            yield deadline.until, Due(id, min(deadline.iteration, UNCHECKED))
+            yield deadline.until, ExpiredDeadline(id, min(deadline.iteration, UNCHECKED))
             if deadline.iteration >= 0:
-                yield deadline.until - earlier, Due(id, deadline.iteration)
+                yield deadline.until - earlier, ExpiredDeadline(id, deadline.iteration)
 
 
 FIRST_RANK: Final = 30.0
@@ -205,9 +205,13 @@ class Monitor:
 
     Args:
         listener: the socket to which they connect.
+        left: called with the process ids of the other ranks when one of them has left or ended.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(
+        self, listener: socket.socket, left: Callable[[Collection[int]], None] = lambda pids: None
+    ) -> None:
+        self._left = left
         listener.setblocking(False)
         self._listener = listener
         self._poll = select.poll()
@@ -372,6 +376,7 @@ class Monitor:
             return
         self._poll.unregister(watched.pidfd)
         os.close(watched.pidfd)
+        self._left({other.pid for other in self._watched.values()})
 
     def _ended(self, watched: Watched) -> None:
         """Handle the end of a process; report it if there was no goodbye."""
@@ -391,7 +396,7 @@ class Monitor:
         Args:
             watched: the rank.
             pidfd: descriptor of its process; this function closes it.
-            iteration: see `Due`.
+            iteration: see `ExpiredDeadline`.
         """
         terms = watched.terms
         assert terms is not None  # a rank with a deadline has terms
@@ -485,6 +490,24 @@ def _write(path: str, line: str, mode: str = "a") -> str:
     return ""
 
 
+def _use_stderr_of(pids: Collection[int]) -> None:
+    """Write to the stderr of one of these processes from now on, and let go of the one before.
+
+    The monitor has inherited the streams of the rank that started it. When that rank has ended, its
+    agent waits for the end of these streams before it starts another process in its place.
+    """
+    if not pids:
+        return  # the monitor ends as well
+    for path in (*(f"/proc/{pid}/fd/2" for pid in pids), os.devnull):
+        with suppress(OSError):  # the process has ended, or its stderr is a socket
+            stderr = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+            os.set_blocking(stderr, True)  # the open must not wait for a reader, a write may
+            for stream in (1, 2):
+                os.dup2(stderr, stream)
+            os.close(stderr)
+            return
+
+
 def _to_stderr(text: str) -> None:
     left = memoryview(text.encode(errors="backslashreplace"))
     with suppress(OSError):  # its reader has ended
@@ -508,4 +531,4 @@ def _pidfd(pid: int) -> int:
 
 def serve() -> None:
     """Run the monitor on the listening socket, which is inherited as `LISTENER`."""
-    Monitor(socket.socket(fileno=LISTENER)).run()
+    Monitor(socket.socket(fileno=LISTENER), _use_stderr_of).run()

@@ -14,6 +14,8 @@ A rank has three states:
 - **At rest.** The rank waits for other ranks. The time-outs of the barriers and those of the other
   ranks apply. The function can also suspend the checks (`CallWrapper.disable_hang_protection`).
 
+When the agent stops the process, no time-out applies: the process has its grace, to save.
+
 The abort runs in another thread, and the main thread leaves the function only after it. So the
 function may make progress for as long as the abort hangs. Therefore the hard time-out limits the
 abort in each of these states, with or without progress.
@@ -49,6 +51,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from regrow import _progress as board
 from regrow.inprocess.exception import LinkError
 from regrow.inprocess.watchdog.monitor_client import LIMITED, UNCHECKED, HardWatch, RankDeadline
 from regrow.utils import describe, start_thread
@@ -98,6 +101,8 @@ class RankProgress:
     """Time of the last `ping` in this iteration; None without one."""
     suspended: int = 0
     """Number of sections without hang protection that the function is in."""
+    stopping: bool = False
+    """Whether the agent is stopping the process, which then has its grace to save."""
 
     def enter(self, phase: RankPhase, now: float, within: float = math.inf) -> None:
         """Begin a phase; automatic progress is due from now on, manual progress is not yet.
@@ -120,6 +125,8 @@ class RankProgress:
     @property
     def due(self) -> float:
         """When the first progress becomes stale; infinity if no check is active."""
+        if self.stopping:
+            return math.inf
         if self.phase is RankPhase.RECOVERING:
             return self.automatic_at + self.allowed
         if self.phase is not RankPhase.FUNCTION or self.suspended:
@@ -131,6 +138,8 @@ class RankProgress:
     @property
     def ends(self) -> float:
         """When the process is to be ended if it makes no progress; infinity: never."""
+        if self.stopping:
+            return math.inf
         if self.phase is RankPhase.RESTING:
             ends = self.automatic_at + self.hard
         else:
@@ -269,6 +278,7 @@ class SoftWatch:
 
     def _tick(self) -> None:
         progress = self._progress
+        progress.stopping = bool(board.stopping())
         if progress.phase is RankPhase.RESTING:
             progress.automatic_at = time.monotonic()
             return

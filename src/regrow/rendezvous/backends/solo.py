@@ -59,6 +59,11 @@ class SoloRendezvousHandler(PushingRendezvousHandler):
         """Why the job is over, and the report of its failure if it has failed."""
         self._interrupted = False
 
+    @property
+    def max_nodes(self) -> int:
+        """See base class."""
+        return 1
+
     def get_backend(self) -> str:
         """See base class."""
         return self._backend
@@ -129,7 +134,9 @@ class SoloRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         self._close("its workers failed for good", report)
 
-    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
+    def leaving(
+        self, why: str, *, full_grace: bool = False, keep: bool = False, until_left: bool = False
+    ) -> None:
         """See base class."""
         self._end_round()
 

@@ -15,9 +15,11 @@ its `follow` sleeps, so each runs in its own thread.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from regrow.rendezvous.errors import RendezvousConnectionError
+from regrow.rendezvous.protocol.messages import MOST_JOINED
 from regrow.rendezvous.protocol.state import judged, nodes, status_of, takes_part
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class Snapshot(NamedTuple):
     """The number of other nodes that take part; set only in the answer to a node that does not."""
     failures: int = 0
     """How many worker failures the job has been charged with so far."""
+    leaving: tuple[tuple[str, str], ...] = ()
+    """The first members, at most `MOST_JOINED`, that have announced to leave, with the reason."""
 
 
 def snapshot(state: Round, id: str) -> Snapshot:
@@ -80,6 +84,7 @@ def snapshot(state: Round, id: str) -> Snapshot:
         verdict,
         state.closed is not None,
         failures=state.failures,
+        leaving=tuple(islice(state.leaving.items(), MOST_JOINED)),
     )
 
 

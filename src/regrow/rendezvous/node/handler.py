@@ -31,6 +31,7 @@ one.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -48,9 +49,17 @@ from regrow.rendezvous.errors import (
 from regrow.rendezvous.interface import PushingRendezvousHandler, RendezvousInfo, info_of
 from regrow.rendezvous.node.driver import NoAnswerError
 from regrow.rendezvous.node.keep_alive import NodeConnection
-from regrow.rendezvous.node.node_rules import Outcome, Rejoin, SeatRequest, TimedOut, end_wait
+from regrow.rendezvous.node.node_rules import (
+    JobStopped,
+    Outcome,
+    Rejoin,
+    SeatRequest,
+    TimedOut,
+    end_wait,
+)
 from regrow.rendezvous.parameters import RendezvousParameters, wanted_rank
 from regrow.rendezvous.protocol.messages import (
+    JOB_STOPS,
     CloseRendezvous,
     JoinRound,
     Judged,
@@ -150,7 +159,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._leaving_sent.set()
         # The node's threads do not keep the handler alive: a node without a handler sends no
         # heartbeats.
-        weakref.finalize(self, _abandon, self.connection).atexit = False
+        weakref.finalize(self, _abandon, self.connection, os.getpid()).atexit = False
 
     @classmethod
     def from_backend(
@@ -207,7 +216,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         return {
             "a silent host counts as lost": bounds.lease + bounds.kill + self._seen_within,
             "workers of a host that is cut off are killed": bounds.lease,
-            "a coordinator that cannot be reached ends the job": bounds.lease + reconnect + TO_END,
+            "a rendezvous that cannot be reached ends the job": bounds.lease + reconnect + TO_END,
         }
 
     @property
@@ -317,6 +326,9 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             match outcome:
                 case RoundClosed():
                     raise self._over(outcome, waiting.standby)
+                case JobStopped(by):
+                    text = f"this node stood by until the others left: {JOB_STOPS}{by}"
+                    raise RendezvousGracefulExitError(text, stopped_by=by)
                 case TimedOut():
                     text, departed = self.driver.explain_timeout(self.id, timeout)
                     raise RendezvousTimeoutError(text, departed=departed)
@@ -364,11 +376,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         with self.connection.changed:
             self._check()
             self._calls += 1  # from here on an interrupt has to end the driver's call
-            lost_at = self.connection.lost_at if self.connection.lost else None
-        if lost_at is None:
-            left = self._bounds.lease + reconnect
-        else:
-            left = max(lost_at + reconnect - self._clock(), self._bounds.keep_alive)
+            if self.connection.lost:
+                left = self.connection.lost_at + reconnect - self._clock()
+                left = max(left, self._bounds.keep_alive)
+            else:
+                left = self.connection.left() + reconnect
         try:
             return self._submit(event, left)
         finally:
@@ -490,13 +502,15 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                     return None
                 connection.changed.wait(left)
 
-    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
+    def leaving(
+        self, why: str, *, full_grace: bool = False, keep: bool = False, until_left: bool = False
+    ) -> None:
         """See base class."""
         if not self._token or self.connection.done:
             return
         self.connection.stop_confirming(self._token)
         self._leaving_sent = self._threading.Event()
-        leaving = NodeLeaving(self.id, self._token, why, full_grace, keep)
+        leaving = NodeLeaving(self.id, self._token, why, full_grace, keep, until_left)
         sent = self._leaving_sent
         self.connection.start("rendezvous leaving", lambda: self._report_leaving(leaving, sent))
 
@@ -512,8 +526,10 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def _submit(self, event: Event, timeout: float) -> Snapshot:
         """Submit an event, after the report that this node is leaving."""
+        deadline = self._clock() + timeout
         self._leaving_sent.wait(self._bounds.keep_alive)
-        return self.connection.call(event, timeout)
+        least = min(timeout, self._bounds.keep_alive)
+        return self.connection.call(event, max(deadline - self._clock(), least))
 
     def leave(self, why: str) -> None:
         """See base class."""
@@ -682,7 +698,9 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             self.driver.interrupt()
 
 
-def _abandon(connection: NodeConnection) -> None:
+def _abandon(connection: NodeConnection, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # the node belongs to the parent of this process: nobody leaves in its name
     # The garbage collector may run this at any point, so it must not wait for a lock.
     start_thread(lambda: connection.end(linger=False, wait=False), "rendezvous end")
 

@@ -1,11 +1,12 @@
 """One node's connection to the rendezvous: heartbeats, the lease of its workers, notifications.
 
-It has three threads, because no one of these tasks may delay another. One sends a heartbeat in
-every keep-alive interval, and each answer renews the lease of the node's workers (`SeatLease`). One
-follows the rounds, and notifies the subscribers. One watches the time, because a call can hang: the
-connection is lost when no answer came for the time of a lease. Calls of the node itself (`call`)
-run in the caller's thread. Their answers are handled like those of the follower, so there is one
-latest snapshot.
+It has three tasks, and none may delay another. One sends a heartbeat in every keep-alive interval,
+and each answer renews the lease of the node's workers (`SeatLease`). One watches the time, because
+a call can hang: the connection is lost when no answer came for the time of a lease. All nodes of a
+process share the threads of these two (`periodic.py`). The third task has a thread of its own: it
+follows the rounds, and notifies the subscribers. Calls of the node itself (`call`) run in the
+caller's thread. Their answers are handled like those of the follower, so there is one latest
+snapshot.
 
 **A life** is one id of the node. A node that the others have evicted rejoins under a new id. The
 thread that followed the old id ends at its next turn, and later answers about the old id are
@@ -13,13 +14,13 @@ ignored.
 
 **Starved.** If the process gets no processor time, answers that have arrived are not read, and
 heartbeats are late. A node that holds no lease then loses nothing by waiting, and would only add to
-the load by joining again. So the time for which the thread that watches it was late itself does not
-count as silence, and heartbeats get rarer if answers are slow (`beat_pause`). A node whose workers
-may run counts every second.
+the load by joining again. So the time for which the watch was late itself does not count as
+silence, and heartbeats get rarer if answers are slow (`beat_pause`). A node whose workers may run
+counts every second.
 
 Subscribers are called from these threads, in order, and never while the lock is held. An error that
-is not about the connection (a document of another release, a fault in a plug-in) ends the thread.
-The node's next call raises that error.
+is not about the connection (a document of another release, a fault in a plug-in) ends the task. The
+node's next call raises that error.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from regrow.rendezvous.errors import RendezvousConnectionError, RendezvousGracefulExitError
 from regrow.rendezvous.node.node_rules import Notified, beat_pause, is_evicted, notifications
+from regrow.rendezvous.node.periodic import SHARED, PeriodicTasks
+from regrow.rendezvous.node.seat_lease import SeatLease
 from regrow.rendezvous.protocol.messages import (
     CloseRendezvous,
     EndConfirmed,
@@ -46,80 +49,15 @@ if TYPE_CHECKING:
 
     from regrow.rendezvous.node.driver import Driver, Snapshot, Threads
     from regrow.rendezvous.node.node_rules import Notification
+    from regrow.rendezvous.node.periodic import PeriodicTask
     from regrow.rendezvous.protocol.failure_detector import Bounds
     from regrow.rendezvous.protocol.messages import Event, ServerRestarted, ServersChanged
     from regrow.utils import PortReservation
 
     Subscriber = Callable[[object], None]
 
+T = TypeVar("T")
 logger = get_logger(__name__)
-
-
-class SeatLease:
-    """The lease of one node: the time until which its workers may run.
-
-    The lease counts from when a heartbeat was *sent*. The server may have answered it at once, and
-    counts the node's silence from then. So a node that gets no answers knows when its lease ends.
-    The guardian receives each renewal, and kills the workers at the end of the lease.
-
-    A node that learns of its eviction ends the lease at once, because another node may have its
-    seat. No later answer to a heartbeat for that seat renews the lease. The next seat has its own
-    lease.
-
-    Args:
-        seconds: the length of the lease.
-        clock: returns the time of the node's monotonic clock, in seconds.
-        threads: provides the locks.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float], threads: Threads) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._lock = threads.Lock()  # keeps the calls of the subscribers in order
-        self._round = 0
-        self._lapsed = False
-        self._until = 0.0
-        self._subscribers: dict[object, Callable[[float], None]] = {}
-
-    def begin(self, round: int) -> None:
-        """Start the lease of the seat in another round."""
-        with self._lock:
-            self._round, self._lapsed = round, False
-
-    def renew(self, round: int, sent: float) -> None:
-        """Renew the lease after an answer to a heartbeat for the seat in a round.
-
-        Args:
-            round: the round.
-            sent: when the heartbeat was sent, in seconds of the node's clock.
-        """
-        with self._lock:
-            if round == self._round and not self._lapsed:
-                self._set(max(self._until, sent + self._seconds))
-
-    def lapse(self, round: int) -> None:
-        """End the lease now, because the node was evicted from its seat in a round."""
-        with self._lock:
-            if round == self._round and not self._lapsed:
-                self._lapsed = True
-                self._set(self._clock())
-
-    def keep(self, renewed: Callable[[float], None]) -> Callable[[], None]:
-        """See `PushingRendezvousHandler.keep_lease`."""
-        key = object()
-        with self._lock:
-            renewed(self._until or self._clock())
-            self._subscribers[key] = renewed
-
-        def stop() -> None:
-            self._subscribers.pop(key, None)
-
-        return stop
-
-    def _set(self, until: float) -> None:
-        self._until = until
-        for renewed in tuple(self._subscribers.values()):
-            renewed(until)
 
 
 class NodeConnection:
@@ -150,7 +88,7 @@ class NodeConnection:
         self.lost_at: float = 0.0
         """When the connection was lost, in seconds of the monotonic clock."""
         self.broken: Exception | None = None
-        """The error that ended a thread."""
+        """The error that ended a task."""
         self.done = False
         """Whether `end` was called."""
         self.port: PortReservation | None = None
@@ -163,10 +101,10 @@ class NodeConnection:
         self._id = ""
         self._token = 0
         self._notified = Notified()
-        # The heartbeats and the watch of time have events of their own. A notification of `changed`
-        # would wake their threads too, and with hundreds of nodes in a process they starve others.
-        self._beat_at_once = threads.Event()
-        self._ended = threads.Event()
+        self._periodic = SHARED if threads is threading else PeriodicTasks(clock, threads)
+        self._beats: PeriodicTask | None = None
+        self._watch: PeriodicTask | None = None
+        self._watch_due = 0.0
         self._answered = 0.0
         self._beaten = 0.0
         self._leased = 0  # the last round in which this node has renewed the lease of its seat
@@ -181,6 +119,13 @@ class NodeConnection:
         """See `PushingRendezvousHandler.keep_lease`."""
 
     # --- calls of the node's own thread
+
+    def left(self) -> float:
+        """Return the seconds until the connection counts as lost if no answer comes; with the lock.
+
+        They may be over before the loss is found, since the watch is a thread like any other.
+        """
+        return max(self._answered + self._bounds.lease - self._clock(), 0.0)
 
     def begin_life(self, id: str) -> None:
         """Begin a life: send its heartbeats, and follow the rounds for it.
@@ -201,8 +146,10 @@ class NodeConnection:
             self.changed.notify_all()
         self.start(f"rendezvous follower of {id}", lambda: self._follow(id))
         if first:
-            self.start("rendezvous keep-alive", self._beat)
-            self.start("rendezvous lease", self._watch_time)
+            self._watch_due = self._answered + self._bounds.lease
+            self._watch = self._periodic.add(self._guarded(self._watch_time), self._bounds.lease)
+            # The others do not know the node before the end of the first interval.
+            self._beats = self._periodic.add(self._guarded(self._beat), self._bounds.keep_alive)
 
     def call(self, event: Event, timeout: float) -> Snapshot:
         """Submit an event of this life, and return the answer.
@@ -222,12 +169,13 @@ class NodeConnection:
         self._lease.begin(seated.round)
         with self.changed:
             self._token, self._notified = seated.round, Notified(seated.round)
-            self._beat_at_once.set()
             self._answered = self._beaten = self._clock()
             self.changed.notify_all()
             snapshot, failing = self.snapshot, bool(self.lost or self.broken)
             if failing:  # no seat until now, so no subscriber was notified
                 self._end(seated.id)
+        if self._beats is not None:
+            self._beats.run_soon()
         if failing:
             self._driver.end_round_store()
         if snapshot is not None:
@@ -261,16 +209,18 @@ class NodeConnection:
             if self.done:
                 return
             self.done, lost = True, bool(self.lost)
-            self._ended.set()
-            self._beat_at_once.set()
             self.changed.notify_all()
             threads = self._threads - {self._threading.current_thread()}
+        tasks = [task for task in (self._beats, self._watch) if task is not None]
+        for task in tasks:
+            task.end()
         self.release_port()
         self._driver.end_round_store()
         self._driver.interrupt()
         deadline = self._clock() + self._beat_timeout
-        for thread in threads if wait and not lost else ():
-            thread.join(max(deadline - self._clock(), 0.0))
+        ending = [*(thread.join for thread in threads), *(task.join for task in tasks)]
+        for join in ending if wait and not lost else ():
+            join(max(deadline - self._clock(), 0.0))
         self._driver.close(linger and not lost)
 
     def release_port(self) -> None:
@@ -299,26 +249,37 @@ class NodeConnection:
             self._queue.append(change)
         self._notify()
 
-    # --- the threads
+    # --- the tasks
 
     def start(self, name: str, target: Callable[[], None]) -> None:
         """Run a function in a thread; it ends at the latest when the driver is interrupted."""
+        guarded = self._guarded(target)
 
         def run() -> None:
             try:
-                target()
-            except RendezvousGracefulExitError:  # `end` was called
-                pass
-            except Exception as error:  # noqa: BLE001 - raised again by the node's next call
-                self._fail(error)
+                guarded()
             finally:
                 with self.changed:
                     self._threads.discard(thread)
 
         thread = self._threading.Thread(target=run, name=name, daemon=True)
         with self.changed:  # `end` finds each thread either started or not there
-            self._threads.add(thread)
             thread.start()
+            self._threads.add(thread)
+
+    def _guarded(self, task: Callable[[], T]) -> Callable[[], T | None]:
+        """Return the task in a form that raises nothing; None is the result after an error."""
+
+        def run() -> T | None:
+            try:
+                return task()
+            except RendezvousGracefulExitError:  # `end` was called
+                pass
+            except Exception as error:  # noqa: BLE001 - raised again by the node's next call
+                self._fail(error)
+            return None
+
+        return run
 
     def _follow(self, id: str) -> None:
         troubled: float | None = None
@@ -356,44 +317,42 @@ class NodeConnection:
             self.changed.wait_for(lambda: self._over(id) or self.snapshot is not None)
             return None if self._over(id) else self.snapshot
 
-    def _beat(self) -> None:
-        self._beat_at_once.wait(self._bounds.keep_alive)  # the others do not know the node yet
-        while True:
-            with self.changed:
-                if self.done:
-                    return
-                self._beat_at_once.clear()
-                id, token = self._id, self._token
-            sent, answered = self._clock(), False
-            try:
-                holds = self._driver.beat(id, token, self._beat_timeout)
-            except RendezvousConnectionError as error:
-                logger.debug("node %s: a heartbeat was not answered: %s", id, error)
-                self._last_error = str(error)
-            else:
-                answered = True
-                self._renew(id, token, sent, holds)
-                if not holds and token:
-                    self._receive(id, self._driver.peek(id))
-            took = self._clock() - sent
-            leased = self._may_run_workers()
-            pause = beat_pause(self._bounds, took, answered=answered, leased=leased)
-            self._beat_at_once.wait(max(pause - took, 0.0))
+    def _beat(self) -> float | None:
+        """Send a heartbeat; return the seconds until the next one."""
+        with self.changed:
+            if self.done:
+                return None
+            id, token = self._id, self._token
+        sent, answered = self._clock(), False
+        try:
+            holds = self._driver.beat(id, token, self._beat_timeout)
+        except RendezvousConnectionError as error:
+            logger.debug("node %s: a heartbeat was not answered: %s", id, error)
+            self._last_error = str(error)
+        else:
+            answered = True
+            self._renew(id, token, sent, holds)
+            if not holds and token:
+                self._receive(id, self._driver.peek(id))
+        took = self._clock() - sent
+        leased = self._may_run_workers()
+        return max(beat_pause(self._bounds, took, answered=answered, leased=leased) - took, 0.0)
 
-    def _watch_time(self) -> None:
-        left = self._bounds.lease
-        due = self._clock() + left
-        while not self._ended.wait(left):
-            starved = self._clock() >= due + self._bounds.keep_alive
-            with self.changed:
-                self.changed.wait_for(lambda: self.done or not self.lost)
-                now = self._clock()
-                id, left = self._id, self._answered + self._bounds.lease - now
-                if starved and not self._may_run_workers():
-                    left = self._bounds.lease
-                due = now + left
-            if left <= 0:
-                self._lose(id)
+    def _watch_time(self) -> float | None:
+        """Check whether the connection is lost; return the seconds until the next check."""
+        with self.changed:
+            if self.done:
+                return None
+            now = self._clock()
+            id, left = self._id, self._answered + self._bounds.lease - now
+            starved = now >= self._watch_due + self._bounds.keep_alive
+            if self.lost or (starved and not self._may_run_workers()):
+                left = self._bounds.lease
+        if left <= 0:
+            self._lose(id)
+            left = self._bounds.lease
+        self._watch_due = now + left
+        return left
 
     def _may_run_workers(self) -> bool:
         """Return whether this node has a seat and has renewed its lease."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from regrow.rendezvous.protocol.messages import (
     Judged,
+    LeavingAnnounced,
     NodeRefused,
     NodesWaiting,
     Placed,
@@ -22,7 +23,7 @@ from regrow.rendezvous.protocol.messages import (
     RoundEnded,
     Seated,
 )
-from regrow.rendezvous.protocol.state import departed
+from regrow.rendezvous.protocol.state import departed, stopped_by
 from regrow.rendezvous.settings import DEPARTED
 
 if TYPE_CHECKING:
@@ -52,11 +53,18 @@ class Rejoin(NamedTuple):
     why: str
 
 
+class JobStopped(NamedTuple):
+    """Outcome: the job was stopped while this node stood by."""
+
+    by: str
+    """Who asked for it."""
+
+
 class TimedOut(NamedTuple):
     """Outcome: the wait timed out."""
 
 
-Outcome = Seated | RoundEnded | RoundClosed | Rejoin | TimedOut
+Outcome = Seated | RoundEnded | RoundClosed | Rejoin | JobStopped | TimedOut
 
 
 def end_wait(
@@ -74,6 +82,8 @@ def end_wait(
         `RoundEnded` means that the node had a seat without noticing. It then asks again, with that
         round's number.
     """
+    if waiting.standby and (by := _stopped_by(snapshot.status)):
+        return waiting, JobStopped(by)
     match snapshot.status:
         case Seated(round=round) as seated if round > waiting.token:
             return waiting, seated
@@ -94,6 +104,15 @@ def end_wait(
             return waiting, TimedOut() if over else None
 
 
+def _stopped_by(status: object) -> str:
+    match status:
+        case Placed(stopped_by=by):
+            return by
+        case Seated(departed=nodes):
+            return stopped_by(nodes)
+    return ""
+
+
 class Notified(NamedTuple):
     """The notifications about its round that a node with a seat has sent to its agent."""
 
@@ -103,6 +122,8 @@ class Notified(NamedTuple):
     """The number of waiting nodes in the latest notification."""
     spent: int = 0
     """The number of restarts that replaced workers of the round have spent."""
+    leaving: int = 0
+    """The number of members of the round that have announced to leave."""
     ended: RoundEnded | None = None
     """The end of the round. Also set if this node ended the round, and its agent needs no
     notification."""
@@ -110,7 +131,7 @@ class Notified(NamedTuple):
     """The end of the rendezvous."""
 
 
-Notification = RoundEnded | Judged | RoundClosed | NodesWaiting | RestartSpent
+Notification = RoundEnded | Judged | RoundClosed | NodesWaiting | LeavingAnnounced | RestartSpent
 
 
 def notifications(
@@ -136,8 +157,14 @@ def notifications(
                 due.append(NodesWaiting(notified.round, snapshot.waiting))
             if snapshot.failures - before > notified.spent:
                 due.append(RestartSpent(notified.round, snapshot.failures))
-            spent = max(notified.spent, snapshot.failures - before)
-            notified = notified._replace(waiting=snapshot.waiting, spent=spent)
+            for leaver, why in snapshot.leaving[notified.leaving :]:
+                if leaver != id:
+                    due.append(LeavingAnnounced(notified.round, leaver, why))
+            notified = notified._replace(
+                waiting=snapshot.waiting,
+                spent=max(notified.spent, snapshot.failures - before),
+                leaving=max(notified.leaving, len(snapshot.leaving)),
+            )
         case RoundEnded(round=notified.round) as ended if notified.ended is None:
             notified = notified._replace(ended=ended)
             if ended.id != id:  # else this node ended the round itself

@@ -29,7 +29,7 @@ from regrow.rendezvous.errors import RendezvousStateError
 from regrow.rendezvous.protocol.state import Count, Round, digest_of
 
 FORMAT = "regrow.rendezvous"
-VERSION = 4
+VERSION = 5
 
 
 class Envelope(NamedTuple):
@@ -165,8 +165,14 @@ def contradictions(state: Round) -> Iterator[str]:
         yield "it is closed and has a last call"
     if state.evicting and not (state.last_call and state.awaited):
         yield "it evicts members, and awaits none"
-    if not state.gone <= members or (state.gone and not (state.closed and state.complete)):
+    if state.leaving and (state.closed or not state.leaving.keys() <= state.ranks.keys()):
+        yield "nodes are leaving that are not in a round that goes on"
+    if not state.gone <= (members if state.closed else state.leaving.keys()) or (
+        state.gone and not state.complete
+    ):
         yield "members are gone that cannot be"
+    if state.leaving and not state.leaving.keys() - state.gone:
+        yield "all that were leaving have left, and the round goes on"
     if not state.unheard <= state.awaited or (state.unheard and (state.charged or state.evicting)):
         yield "its verdict waits for nodes that cannot confirm the end"
     if sum(state.spent.values()) + state.charged > state.failures:

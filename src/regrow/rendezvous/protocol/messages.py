@@ -7,7 +7,7 @@ values are equal if their fields are equal.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from regrow.utils import host_of
 
@@ -93,7 +93,10 @@ class EndConfirmed(NamedTuple):
 
 
 class NodeLeaving(NamedTuple):
-    """A member is about to leave and stops its workers; its round is over, its seat is kept."""
+    """A member is about to leave and stops its workers; it keeps its seat.
+
+    Its round ends now, or, with `until_left`, when it has left.
+    """
 
     id: str
     token: int
@@ -102,8 +105,12 @@ class NodeLeaving(NamedTuple):
     """Whether the workers have the whole `--shutdown-timeout` to stop. They have it if nothing has
     failed, or if the job ends."""
     keep: bool = False
-    """Whether workers that can go on in the next round live on, because waiting nodes join: nothing
-    has failed, and this node comes back."""
+    """Whether workers that can go on in the next round live on: nodes wait to join, or this node's
+    lease has expired. Nothing has failed, and this node comes back at once."""
+    until_left: bool = False
+    """Whether the round goes on until this node has left, so that the workers of the other nodes,
+    which can go on in the next round, are not ended while it stops its own. If too few nodes would
+    be left for a round, it is over at once all the same."""
 
 
 class LeaveRound(NamedTuple):
@@ -133,6 +140,14 @@ class LastCallOver(NamedTuple):
 
     call: int
     """The value of `Round.last_call` for this last call."""
+
+
+JOB_STOPS: Final = "the job is stopped by "
+"""How the reason of a node that leaves (`LeaveRound`) begins if the whole job stops early.
+
+Such a job is not closed, because the next run may have the same id. But a node that stands by must
+not go on with the job alone.
+"""
 
 
 class CloseRendezvous(NamedTuple):
@@ -215,6 +230,8 @@ class Placed(NamedTuple):
     id: str
     place: str
     """"forming" (a member of the round that forms), "waiting" or "standby"."""
+    stopped_by: str = ""
+    """Who asked the job to stop, if a member of the previous round has left for this reason."""
 
 
 class NodeRefused(NamedTuple):
@@ -240,9 +257,12 @@ class RoundEnded(NamedTuple):
     full_grace: bool = False
     """See `NodeLeaving`."""
     lost: bool = False
-    """Whether that node is lost or has left; otherwise it is present, or is about to leave."""
+    """Whether that node is lost, or has left without notice; otherwise it is present, is about to
+    leave, or has left as it had announced."""
     keep: bool = False
-    """See `NodeLeaving`."""
+    """Whether workers that can go on in the next round live on, because nothing has failed: waiting
+    nodes join, the node has left as it had announced, or its lease has expired. See
+    `NodeLeaving`."""
 
     def __str__(self) -> str:
         return f"{'lost host' if self.lost else 'host'} {host_of(self.id)}: {self.why}"
@@ -270,6 +290,17 @@ class NodesWaiting(NamedTuple):
         return (
             f"{self.waiting} node{'s wait' if self.waiting != 1 else ' waits'} for the next round"
         )
+
+
+class LeavingAnnounced(NamedTuple):
+    """To the other members: a node stops its workers, and ends the round when it has left."""
+
+    round: int
+    id: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"host {host_of(self.id)} leaves: {self.why}"
 
 
 class RestartSpent(NamedTuple):
@@ -316,13 +347,13 @@ class ServerRestarted(NamedTuple):
 
 
 class ServersChanged(NamedTuple):
-    """To every agent: another host runs the rounds, or other hosts may take over from it."""
+    """To every agent: which host runs the rounds, and which others may take over from it."""
 
     epoch: int
     """The number of the election that the host has won; 0: no host has taken over yet."""
     server: str
     """The address of the host that runs the rounds."""
     successors: tuple[str, ...]
-    """The addresses of the hosts that may take over."""
+    """The addresses of the hosts that may take over; empty if the job ends with its server."""
     may_lose: int
     """How many of all these hosts may be lost at one time, while the job continues."""

@@ -47,6 +47,14 @@ member is the cause, and the job is not charged with a failure. This also holds 
 reported the failure: when a host is shut down, its workers die before its agent. All nodes count
 the same failures, so the job has one budget of restarts.
 
+**Leaving with notice.** A host may leave a job whose workers can go on in the next round, in their
+processes. If it announces this (`NodeLeaving.until_left`), the round goes on while the host stops
+its own workers: a round that is over has to be left by all workers within one lease, and the grace
+of the leaving ones is longer. The round ends when all that have announced to leave are gone. No
+queued node is let in before. If too few nodes would be left for the next round, the round ends at
+once: the other workers then need the time to save. The end of the leaving workers makes others
+fail, so such a failure is not charged.
+
 **Fixed members.** If the members are fixed, no other node can take the seat of a member that is
 lost or leaves for good. So the round ends as usual. The other members are refused the next round,
 with the name of the missing node.
@@ -123,6 +131,8 @@ def _join(state: Round, node: Node, token: int, why: str) -> Step:
     id = node.id
     if state.closed and (id not in state.ranks or id in state.gone or token == state.number):
         return state, state.closed
+    if id in state.gone:
+        return state, NodeRefused(id, f"it has left round {state.number}")
     if token > state.number or (token == state.number and id not in state.ranks):
         beyond = f"the current round is {state.number}"
         return state, NodeRefused(id, f"it names round {token}, and {beyond}")
@@ -158,6 +168,8 @@ def _failed(state: Round, id: str, token: int, report: str) -> Step:
     if token == state.number and state.closed and report:
         by = f"host {host_of(state.closed.id)}: {state.closed.why}"
         return _close(state, id, f"its workers failed; no round follows, because {by}", report)
+    if token == state.number and state.leaving:  # their workers end, so those of others may fail
+        return _settle(_end_now(state)), None
     if token == state.number:
         over = _settle(_end(state, id, "its workers failed", report))
         return _give_verdict(replace(over, unheard=over.awaited - {id})), None
@@ -202,10 +214,28 @@ def _forgive(state: Round, id: str, why: str, lost: bool) -> Round:
 
 
 def _leaving(state: Round, event: NodeLeaving) -> Round:
-    if event.token == state.number:
-        full, keep = event.full_grace, event.keep
-        return _settle(_end(state, event.id, event.why, full_grace=full, keep=keep))
-    return _forgive(state, event.id, event.why, lost=False)
+    id, why = event.id, event.why
+    if event.token != state.number:
+        return _forgive(state, id, why, lost=False)
+    if id in state.leaving:  # the node repeats the call
+        return state
+    if event.until_left and not (state.closed or state.fixed):
+        leaving = replace(state, leaving={**state.leaving, id: why}, version=state.version + 1)
+        if _enough_stay(leaving):
+            return leaving
+    return _settle(_end(state, id, why, full_grace=event.full_grace, keep=event.keep))
+
+
+def _enough_stay(state: Round) -> bool:
+    """Return whether the nodes that are not leaving are enough for the next round."""
+    staying = state.members.keys() - state.leaving.keys()
+    return len(staying) + len(state.queue) >= state.min_nodes
+
+
+def _end_now(state: Round) -> Round:
+    """End the round before the nodes have left that are leaving."""
+    leaver = next(id for id in state.leaving if id not in state.gone)
+    return _end(state, leaver, state.leaving[leaver], full_grace=True)
 
 
 def _leave(state: Round, event: LeaveRound) -> Step:
@@ -229,20 +259,29 @@ def _remove(state: Round, id: str, why: str) -> Round:
         both = f"{state.closed.why}; host {host_of(id)}: {why}"
         state = replace(state, closed=state.closed._replace(why=both))
     if state.complete and id in state.members:
-        over = _end(state, id, why, lost=True)
-        return _settle(replace(over, awaited=over.awaited - {id}, departed={id: why}))
+        return _remove_member(state, id, why)
     state = _forgive(state, id, why, lost=True)
     was_member = not state.complete and id in state.previous
-    return _settle(
-        replace(
-            state,
-            members={k: v for k, v in state.members.items() if k != id},
-            queue={k: v for k, v in state.queue.items() if k != id},
-            awaited=state.awaited - {id},
-            departed={**state.departed, id: why} if was_member else state.departed,
-            version=state.version + 1,
-        )
+    state = replace(
+        state,
+        members={k: v for k, v in state.members.items() if k != id},
+        queue={k: v for k, v in state.queue.items() if k != id},
+        awaited=state.awaited - {id},
+        departed={**state.departed, id: why} if was_member else state.departed,
+        version=state.version + 1,
     )
+    return _settle(_end_now(state) if state.leaving and not _enough_stay(state) else state)
+
+
+def _remove_member(state: Round, id: str, why: str) -> Round:
+    """Remove a member of the complete round, which ends unless others have announced to leave."""
+    announced = id in state.leaving
+    if announced and state.leaving.keys() - state.gone != {id}:
+        return replace(state, gone=state.gone | {id}, version=state.version + 1)
+    why = state.leaving[id] if announced else why
+    over = _end(state, id, why, full_grace=announced, lost=not announced, keep=announced)
+    departed = {**over.departed, id: why}
+    return _settle(replace(over, awaited=over.awaited - {id}, departed=departed))
 
 
 def _end(
@@ -266,9 +305,10 @@ def _end(
         previous=state.ranks,
         awaited=frozenset(id for id in state.members if id not in state.gone),
         ended=RoundEnded(state.number, id, why, report, full_grace, lost, keep),
-        departed={},
+        departed={id: why for id, why in state.leaving.items() if id in state.gone},
         spent={},
         charged=False,
+        leaving={},
         gone=frozenset(),
     )
 
@@ -320,6 +360,8 @@ def _close(state: Round, id: str, why: str, report: str) -> Step:
         return state, NodeRefused(id, why)
     if report and state.complete:  # no node may continue with a job that has failed
         state = _end(state, id, why, report, full_grace=True)
+    elif state.leaving:
+        state = _end_now(state)
     closed = RoundClosed(id, why, report)
     over = replace(state, closed=closed, last_call=0, evicting=False, version=state.version + 1)
     return over, None

@@ -15,6 +15,7 @@ from zlib import crc32
 from msgspec import Meta, Struct, field
 
 from regrow.rendezvous.protocol.messages import (
+    JOB_STOPS,
     MOST_JOINED,
     SUCCESSORS,
     Departed,
@@ -71,8 +72,12 @@ class Round(Struct, frozen=True):
     """Members of the previous round that were lost or have left since it ended, with the reason."""
     closed: RoundClosed | None = None
     """How the job was closed; None while it runs."""
+    leaving: Mapping[str, str] = field(default_factory=dict)
+    """Members of the complete round that stop their workers and then leave, with the reason. The
+    round is over when all of them have left."""
     gone: frozenset[str] = frozenset()
-    """Members of the complete round that left after it was closed."""
+    """Members of the complete round that have left it, while it goes on: after it was closed, or
+    before others in `leaving`."""
     fixed: bool = False
     """Whether every round needs exactly the members of the first round. The job is over when any of
     these members is missing."""
@@ -84,8 +89,9 @@ class Round(Struct, frozen=True):
 
     @property
     def waiting(self) -> int:
-        """How many queued nodes would have a seat in the next round."""
-        return min(len(self.queue), self.free) if self.complete and not self.closed else 0
+        """How many queued nodes would have a seat in the next round, if it began now."""
+        goes_on = self.complete and not self.closed and not self.leaving
+        return min(len(self.queue), self.free) if goes_on else 0
 
     @property
     def free(self) -> int:
@@ -110,10 +116,13 @@ def status_of(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClos
     if id in state.awaited:
         # A node stops its workers when its round is over; its next join is then refused.
         return state.closed if state.closed and state.closed.report else state.ended
+    if id in state.gone:
+        return state.closed
     if id in state.members:
-        return state.closed or Placed(id, "forming")
+        return state.closed or Placed(id, "forming", stopped_by(departed(state)))
     if id in state.queue:
-        return state.closed or Placed(id, "standby" if stands_by(state, id) else "waiting")
+        by = "" if state.complete else stopped_by(departed(state))
+        return state.closed or Placed(id, "standby" if stands_by(state, id) else "waiting", by)
     return None
 
 
@@ -121,6 +130,12 @@ def departed(state: Round) -> tuple[Departed, ...]:
     """Return the lost and left members of the previous round, by their ranks in that round."""
     found = (Departed(id, state.previous[id], why) for id, why in state.departed.items())
     return tuple(sorted(found, key=lambda node: node.rank))
+
+
+def stopped_by(departed: Iterable[Departed]) -> str:
+    """Return who asked the job to stop, if a node has left for this reason; else ""."""
+    whys = (node.why for node in departed if node.why.startswith(JOB_STOPS))
+    return next(whys, "").removeprefix(JOB_STOPS)
 
 
 def stands_by(state: Round, id: str) -> bool:

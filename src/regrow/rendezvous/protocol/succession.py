@@ -10,7 +10,7 @@ only: no clock, no connection, no thread.
 majority:
 
 - A change is *kept* when a majority has it. A node receives no answer that depends on a change that
-  is not kept. So whatever a node knows is known to each later coordinator: round number, members,
+  is not kept. So each later coordinator knows all that a node knows: round number, members,
   ranks, charged failures and the end of the job.
 - The coordinator may renew leases only while a majority stands by its *promise* (below).
 - A voter takes over when a majority has granted it an *epoch*. A grant carries the record of its
@@ -185,7 +185,7 @@ def wanted_voters(
             return ()
         joins = witness is not None and not state.closed and len(current) == TWO
         return (*current, witness) if joins and witness is not None else current
-    able = [node.voter for node in map(state.members.__getitem__, state.ranks) if node.voter]
+    able = _able(state)
     by_id = {voter.id: voter for voter in able}
     kept = [by_id[voter.id] for voter in current if voter.id in by_id]
     chosen: dict[str, Voter] = {}
@@ -207,9 +207,14 @@ def reporter(state: Round, succession: Succession) -> Voter | None:
     first = succession.coordinator
     if first is None or not state.complete:
         return None
-    members = [state.members[id].voter for id in state.ranks]
-    able = {voter.id: voter for voter in members if voter is not None}
-    return able.get(first.id) or next(iter(able.values()), None)
+    able = _able(state)
+    return next((voter for voter in able if voter.id == first.id), able[0] if able else None)
+
+
+def _able(state: Round) -> list[Voter]:
+    """Return the voters of the members that have not left, in the order of their ranks."""
+    staying = (state.members[id].voter for id in state.ranks if id not in state.gone)
+    return [voter for voter in staying if voter is not None]
 
 
 def with_agents(succession: Succession, agents: Mapping[str, Voter]) -> Succession:

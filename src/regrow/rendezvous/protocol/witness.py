@@ -19,7 +19,7 @@ would outlive less than without.
 **The candidate grants for it.** An agent that takes over writes its epoch into the ballot, in
 place of the promise to the old coordinator. It has to know that this promise is over. Each answer
 of the coordinator to a voter names the latest answer to the witness. If the ballot shows no later
-one, then the witness has promised nothing after the candidate last heard of the coordinator, and
+one, then the witness has promised nothing since the coordinator's last answer to the candidate, and
 both promises end at the same time. Otherwise the coordinator may live, and the candidate waits
 until the ballot has not changed for the length of the promise. If the coordinator renews its
 promise meanwhile, the ballot changes, and the candidate's compare-and-set fails.

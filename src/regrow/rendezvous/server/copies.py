@@ -126,12 +126,16 @@ class Copies:
         others = (voter for voter in voters if voter.id != first.id and not is_witness(voter))
         return (first, *others)
 
-    @property
-    def may_lose(self) -> int:
-        """How many of the voters may be lost at one time: all that are there, but a majority."""
-        here = self._has.keys() | {voter.id for voter in self.wanted}
+    def may_lose(self, now: float) -> int:
+        """Return how many of the voters may be lost at one time: those beyond a majority.
+
+        Only voters that are there count: those that have confirmed an answer within a lease, and
+        the witness, because a witness that is late does not stay a voter.
+        """
+        since = now - self._promise / PROMISE
+        here = {id for id, at in self._promised_at.items() if at > since} - self.resigned
         spare = (
-            sum(voter.id in here for voter in one) - len(one) // 2 - 1
+            sum(is_witness(voter) or voter.id in here for voter in one) - len(one) // 2 - 1
             for one in self.succession.voters
         )
         return max(min(spare, default=0), 0)

@@ -18,7 +18,9 @@ address.
 
 The address of a name may change. The name of a host that has just started may be unknown at first,
 or may still resolve to the previous host. Then no host would serve. So the node resolves the name
-again until it reaches a server, with growing pauses (`Tries`).
+again until it reaches a server, with growing pauses (`Tries`). If the user listed several
+endpoints, the node also tries again to serve one that another process of its host holds: the server
+of an agent that has just ended.
 
 The agent that serves keeps what the next server process needs: the listening socket and the journal
 (`round_service.py`). The open socket lets nodes that connect in the meantime wait; they are not
@@ -46,11 +48,11 @@ from regrow.rendezvous.errors import RendezvousConnectionError
 from regrow.rendezvous.protocol.messages import ServerRestarted
 from regrow.rendezvous.settings import RESOLVE_PAUSES, RESTART_PAUSE, RESTARTS, RESTARTS_WITHIN
 from regrow.rendezvous.utils import check_host
-from regrow.store import StoreError, family_of, is_loopback
+from regrow.store import StoreError, addresses_of, family_of, is_loopback
 from regrow.utils import Backoff, call_after_fork, get_logger, ready, start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from regrow.store import ServerProcess, Tls
 
@@ -66,14 +68,10 @@ class Tries:
     """Time limits of the attempts to reach the server; the host is determined again before each.
 
     Args:
-        host: name or address of the endpoint. The meaning of an address does not change.
-        is_host: whether the user declared this node the host, which does not change either; None:
-            determine it.
         seconds: time limit for all attempts together.
     """
 
-    def __init__(self, host: str, is_host: bool | None, seconds: float) -> None:
-        self._certain = is_host is not None or family_of(host) is not None
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._pauses = Backoff(*RESOLVE_PAUSES)
@@ -82,19 +80,31 @@ class Tries:
         self.before = ""
         """Text to add to the error of this attempt if others came before it."""
 
-    def next(self, *, here: bool) -> float:
+    @property
+    def look_up(self) -> float:
+        """The time limit of a look-up of the endpoint's name before the next attempt, in seconds.
+
+        A look-up that takes longer continues, and the next attempt waits for it.
+        """
+        return min(self._pauses.pause(self._pauses.failures + 1), self._left)
+
+    def next(self, *, certain: bool) -> float:
         """Return the time limit of the next attempt, in seconds.
 
         Args:
-            here: whether the endpoint belongs to this host.
+            certain: whether the host that serves the endpoint would be the same later.
         """
-        if self._certain or here:
+        if certain:
             self.last, self.before = True, ""
             return self._seconds
-        left = max(self._deadline - time.monotonic(), 0.0)
+        left = self._left
         limit = self._pauses.next(left)
         self.last, self.before = limit == left, f", the last of {self._seconds:g} s"
         return limit
+
+    @property
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
 
 
 class OwnAddress(NamedTuple):
@@ -121,12 +131,13 @@ class MeetingPlace(NamedTuple):
     """Whether the endpoint belongs to this host."""
 
 
-def find_own(host: str, port: int) -> OwnAddress | None:
+def find_own(host: str, port: int, look_up: float = RESOLVE_PAUSES[0]) -> OwnAddress | None:
     """Return the first address of the endpoint that belongs to this host; None if there is none.
 
     Args:
         host: name or address.
         port: the port, 1 or higher.
+        look_up: time limit for the look-up of a name, in seconds.
 
     Raises:
         ValueError: `host` is neither a name nor an address.
@@ -137,12 +148,7 @@ def find_own(host: str, port: int) -> OwnAddress | None:
     if literal is not None:
         return OwnAddress(host, host) if _binds(literal, host, port) else None
     check_host(host)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        return None  # the name does not resolve yet; if this lasts, connecting reports it
-    for family, _, _, _, at in found:
-        address = str(at[0])
+    for family, address in addresses_of(host, look_up):  # if it has none, connecting reports it
         if _binds(family, address, port):
             return OwnAddress(address, _every(family))
     return None
@@ -155,6 +161,7 @@ def settle(
     tls: Tls | None,
     is_host: bool | None,
     services: Mapping[str, str] = SERVICES,
+    look_up: float = RESOLVE_PAUSES[0],
 ) -> MeetingPlace:
     """Decide whether this node serves the endpoint, and if so, start the server.
 
@@ -165,11 +172,12 @@ def settle(
         tls: certificates.
         is_host: whether the user declared this node the host; None: determine it.
         services: what the server offers.
+        look_up: time limit for the look-up of a name, in seconds.
 
     Raises:
         RendezvousConnectionError: this node has to serve, but cannot.
     """
-    own = None if is_host is False else find_own(host, port)
+    own = None if is_host is False else find_own(host, port, look_up)
     if own is not None:
         server = _serve(own.listen, port, token, tls, services)
         beyond = is_loopback(own.address) and not is_loopback(host)
@@ -185,31 +193,37 @@ def settle(
 
 
 def settle_one_of(
-    endpoints: Iterable[tuple[str, int]], token: bytes, tls: Tls | None
-) -> tuple[MeetingPlace, int] | None:
+    endpoints: Sequence[tuple[str, int]],
+    token: bytes,
+    tls: Tls | None,
+    look_up: float = RESOLVE_PAUSES[0],
+) -> tuple[MeetingPlace, tuple[str, int]]:
     """Serve the first of several endpoints that belongs to this host, and is not served yet.
 
     Args:
         endpoints: name or address, and port, of each endpoint.
         token: the job's secret.
         tls: certificates.
+        look_up: time limit for the look-up of a name, in seconds.
 
     Returns:
-        This node's view of that endpoint, and its place in the list. If all that belong to this
-        host are in use, the first one; None if none belongs to it.
+        This node's view of that endpoint, and the endpoint. If all that belong to this host are in
+        use, the first one of these; if none belongs to it, the first endpoint. The node looks for
+        the server at the first endpoint, in each case.
 
     Raises:
         RendezvousConnectionError: this node has to serve, but cannot.
     """
-    in_use = None
-    for at, (host, port) in enumerate(endpoints):
+    first = endpoints[0][0]
+    found = MeetingPlace(None, first, None, False), endpoints[0]
+    for host, port in endpoints:
         is_host = True if _is_own_name(host) else None
-        place = settle(host, port, token, tls, is_host, SUCCESSOR_SERVICES)
+        place = settle(host, port, token, tls, is_host, SUCCESSOR_SERVICES, look_up)
+        if (place.here and not found[0].here) or place.server is not None:
+            found = place._replace(reach=first), (host, port)
         if place.server is not None:
-            return place, at
-        if place.here and in_use is None:
-            in_use = place, at
-    return in_use
+            break
+    return found
 
 
 def _is_own_name(host: str) -> bool:
@@ -359,10 +373,9 @@ class HostedServer:
         self._opened.close()
 
     def after_fork(self) -> None:
-        """Release the server in a forked child; the parent keeps it."""
-        if not self._closed:
-            self._closed = True
-            self._opened.close()
+        """Release the server in a forked child; the parent keeps it, or is closing it."""
+        self._closed = True
+        self._opened.close()
 
     def _run(self) -> None:
         while self._ends():

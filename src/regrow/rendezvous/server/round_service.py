@@ -189,6 +189,11 @@ class RendezvousService:
         """See `Service`."""
         return min((at for job in self.jobs.values() if (at := job.at) is not None), default=None)
 
+    @property
+    def needed(self) -> bool:
+        """See `Service`; without its agent, this server wins no election."""
+        return self._creates or bool(self.jobs)
+
     # ------------------------------------------------------- calls of the server
 
     def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
@@ -207,6 +212,10 @@ class RendezvousService:
     def _answer(
         self, session: Hashable, id: int, question: messages.Question, now: float
     ) -> list[Answer]:
+        if isinstance(
+            question, messages.CopyRequest | messages.GrantRequest | messages.MovedRequest
+        ):
+            messages.check_servers(question)
         match question:
             case messages.CopyRequest():
                 return self._copy(session, id, question, now)
@@ -491,7 +500,7 @@ class RendezvousService:
         node = job.state.members.get(id)
         keeps = node is not None and copies.should_copy(node.voter)
         reply = messages.BeatReply(
-            job.life, held, copies.epoch, copies.servers, copies.may_lose, keeps
+            job.life, held, copies.epoch, copies.servers, copies.may_lose(now), keeps
         )
         return [Answer(session, asked, messages.encode(reply))]
 

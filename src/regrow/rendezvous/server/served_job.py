@@ -6,7 +6,7 @@ from collections.abc import Container, Hashable
 from itertools import islice
 
 from regrow.rendezvous.protocol.failure_detector import Bounds, FailureDetector
-from regrow.rendezvous.protocol.messages import Event, Node, subject
+from regrow.rendezvous.protocol.messages import MOST_JOINED, Event, Node, subject
 from regrow.rendezvous.protocol.state import Round, nodes, place
 from regrow.rendezvous.protocol.succession import Succession
 from regrow.rendezvous.server import server_messages as messages
@@ -173,7 +173,7 @@ def concerned(before: Round, event: Event, after: Round) -> set[str] | None:
 
 def _all_see(state: Round) -> tuple[object, ...]:
     phase = state.number, state.complete, state.ended, not state.unheard, state.closed
-    return *phase, state.failures
+    return *phase, state.failures, min(len(state.leaving), MOST_JOINED)
 
 
 def _next(state: Round) -> set[str]:

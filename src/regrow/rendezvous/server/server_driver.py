@@ -199,20 +199,25 @@ class ServerDriver:
         Raises:
             RendezvousConnectionError: the server was not reached within `timeout` seconds.
             RendezvousGracefulExitError: `interrupt` was called.
-            RendezvousError: the server refused this node.
+            RendezvousError: the server refused this node; if there are several, each of them did.
         """
         deadline, left = self._clock() + timeout, timeout
+        refusals: dict[str, StoreError] = {}
         while True:
             try:
                 client = self._client.connect(left)
                 break
-            except StoreAuthError as error:  # a retry would fail in the same way
-                raise RendezvousError(self._unreachable(error)) from error
             except StoreError as error:
                 self._check()
                 left = deadline - self._clock() - SEARCH_PAUSES[1]
+                if isinstance(error, StoreAuthError):
+                    refusals[self._where.endpoint] = error
+                    if refusals.keys() >= {*self._servers}:  # a retry would fail in the same way
+                        raise RendezvousError(self._unreachable(error)) from error
                 if not self._servers or left <= 0:
-                    raise RendezvousConnectionError(self._unreachable(error)) from error
+                    errors = refusals | {self._where.endpoint: error}
+                    why = "; ".join(map(str, errors.values()))
+                    raise RendezvousConnectionError(self._unreachable(why)) from error
                 self._search(self._client)
                 self._stopped.wait(SEARCH_PAUSES[1])
         self.reached = True
@@ -231,7 +236,9 @@ class ServerDriver:
             RendezvousError: a server refused this node.
         """
         question = messages.BeatRequest(self._run_id, "no node yet", 0, 0)
-        self._ask(messages.encode(question), messages.BeatReply, timeout)
+        reply = self._ask(messages.encode(question), messages.BeatReply, timeout)
+        if self.server is not None and self._successor is not None:
+            self._successor.start(self._where.endpoint, reply.epoch)
 
     def may_take_over(
         self,
@@ -316,7 +323,8 @@ class ServerDriver:
             begins=begins,
             witness=self._witness,
         )
-        if self.server is not None:
+        # A listed host that is no first voter has no server to ask yet (`find`).
+        if self.server is not None and (begins is not None or not listed_as):
             self._successor.start(self._where.endpoint, self._epoch)
 
     @property
@@ -443,13 +451,7 @@ class ServerDriver:
         wait = not (self.reached or self._servers)
         if self._servers:
             timeout = min(timeout, SEARCH_TURN)  # another server may have taken over
-        try:
-            client = self._open(where, timeout, stop, wait_for_server=wait)
-        except StoreProtocolError as error:
-            if not self.reached:
-                raise
-            # Another program listens on the server's port now.
-            raise StoreConnectionError(str(error)) from error
+        client = self._open(where, timeout, stop, wait_for_server=wait)
         self._probed = _reached(where, client.server)
         return client
 
@@ -462,16 +464,24 @@ class ServerDriver:
         wait_for_server: bool = False,
         grace: float = SESSION_GRACE,
     ) -> StoreClient:
-        return self._connect(
-            where.endpoint,
-            token=where.token,
-            tls=where.tls,
-            timeout=timeout,
-            session_grace=grace,
-            spare_round_trips=SPARE_ROUND_TRIPS,
-            refusal_is_final=not wait_for_server,
-            stop=stop,
-        )
+        try:
+            return self._connect(
+                where.endpoint,
+                token=where.token,
+                tls=where.tls,
+                timeout=timeout,
+                session_grace=grace,
+                spare_round_trips=SPARE_ROUND_TRIPS,
+                refusal_is_final=not wait_for_server,
+                # The agent of a server holds its socket, so it has ended too.
+                refusal_ends=lambda: bool(self._servers),
+                stop=stop,
+            )
+        except (StoreAuthError, StoreProtocolError) as error:
+            if not self.reached:
+                raise
+            # The server of another job, or another program, listens on that port now.
+            raise StoreConnectionError(str(error)) from error
 
     def _ask(
         self,
@@ -509,7 +519,9 @@ class ServerDriver:
                 if lost and self._others() and deadline - self._clock() > SEARCH_PAUSES[0]:
                     rest = self._promise / 2 if isinstance(error, StoreTimeout) else 0.0
                     self._search(client, rest=rest)
-                    self._stopped.wait(pauses.next(max(deadline - self._clock(), 0.0)))
+                    # Each of the servers is asked once in such a pause.
+                    pause = pauses.next() / max(len(self._servers), 1)
+                    self._stopped.wait(min(pause, max(deadline - self._clock(), 0.0)))
                     continue
                 if isinstance(error, StoreTimeout) and client.state is ConnectionState.CONNECTED:
                     raise NoAnswerError(self._unreachable(error)) from error
@@ -518,10 +530,8 @@ class ServerDriver:
                 raise self._misunderstood(str(error)) from error
             except msgspec.MsgspecError as error:
                 raise self._misunderstood(str(error)) from error
-            if self._servers and self._is_of_another_life(answer):
-                answer = messages.ElsewhereReply(
-                    0, ""
-                )  # of a server that begins another life of the job
+            if self._servers and self._is_of_another_job(answer):
+                answer = messages.ElsewhereReply(0, "")
             if isinstance(answer, messages.ElsewhereReply):
                 left = deadline - self._clock()
                 if left <= 0 or (answer.lost and not self._servers):
@@ -543,10 +553,14 @@ class ServerDriver:
             self._rounds_at = self._probed
             return answer
 
-    def _is_of_another_life(self, answer: messages.Answer) -> bool:
-        if not self.life or not isinstance(answer, messages.BeatReply | messages.SnapshotReply):
-            return False
-        return answer.life != self.life
+    def _is_of_another_job(self, answer: messages.Answer) -> bool:
+        """Return whether the server knows no life of the job, or another one."""
+        if not self.life:  # a server that begins jobs knows other ones only
+            return isinstance(answer, messages.BeatReply) and not answer.life
+        return (
+            isinstance(answer, messages.BeatReply | messages.SnapshotReply)
+            and answer.life != self.life
+        )
 
     def _others(self) -> bool:
         """Return whether there is another server to ask."""
@@ -608,8 +622,10 @@ class ServerDriver:
         self._servers = [endpoint_of(voter.host, voter.port) for voter in reply.servers]
         if not self._servers and len(self._listed) > 1:
             self._servers = self._listed
-        if reply.servers or self._reported.successors:
-            hosts = [voter.host for voter in reply.servers] or [self._reported.server]
+        alone = reply.holds and self._settings.max_nodes > 1 and not self._settings.fixed
+        if reply.servers or self._reported.server or alone:
+            server = self._reported.server or host_of(self._rounds_at.endpoint)
+            hosts = [voter.host for voter in reply.servers] or [server]
             changed = ServersChanged(reply.epoch, hosts[0], tuple(hosts[1:]), reply.may_lose)
             if changed != self._reported:
                 self._reported = changed

@@ -46,12 +46,16 @@ from regrow.rendezvous.protocol.messages import (
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.succession import MOST_SUCCESSORS, Succession
+from regrow.store import host_of
 
 NAME: Final = "rendezvous"
 """The name of the service."""
 BODY_BYTES: Final = 1 << 20
 """The maximum length of a question, in bytes; of a grant, which carries the whole record, the store
 limits the length."""
+MOST_RECORDS: Final = 2000
+"""Records after which a copy is combined into one record; the server that gets a grant repeats the
+steps of all its records, and serves nobody meanwhile."""
 
 Name = Annotated[str, Meta(max_length=1000)]
 Nodes = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -171,7 +175,7 @@ class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
     ended: bool
     waited: bool
     """For both, see `Grant`."""
-    records: tuple[Raw, ...]
+    records: Annotated[tuple[Raw, ...], Meta(max_length=MOST_RECORDS)]
     """The copy: the record of the whole job, and the records after it."""
     elects: Voter | None = None
     """For the first election, in which `voter` is an endpoint: the voter that its agent is."""
@@ -225,6 +229,7 @@ class SnapshotReply(Struct, array_like=True, tag=0, frozen=True, gc=False):
     closed: bool
     others: int = 0
     failures: int = 0
+    leaving: tuple[tuple[str, str], ...] = ()
 
 
 class BeatReply(Struct, array_like=True, tag=1, frozen=True, gc=False):
@@ -362,6 +367,25 @@ def _may_serve(voter: Voter | None) -> bool:
     )
 
 
+def check_servers(question: CopyRequest | GrantRequest | MovedRequest) -> None:
+    """Refuse a question that names a server at which no node could ask: all nodes would try it.
+
+    Raises:
+        ValueError: the host, the port or the endpoint is not valid.
+    """
+    match question:
+        case MovedRequest(endpoint=endpoint):
+            host_of(endpoint)
+            return
+        case CopyRequest():  # a witness is on no host
+            named: list[Voter | None] = [] if question.keeper else [question.voter]
+        case GrantRequest():
+            named = [question.candidate, question.elects]
+    for voter in named:
+        if not _may_serve(voter):
+            raise ValueError(f"the voter {str(voter)!r:.300} is not valid")
+
+
 def encode_snapshot(life: str, snapshot: Snapshot) -> bytes:
     """Return the answer that carries a snapshot."""
     kind, body = type(snapshot.status).__name__, Raw(encode(snapshot.status))
@@ -379,7 +403,8 @@ def read_snapshot(answer: SnapshotReply) -> Snapshot:
         raise ValueError(f"{answer.kind!r} is not a status that this release of regrow knows")
     status = decoder.decode(answer.status)
     waiting, judged, closed = answer.waiting, answer.judged, answer.closed
-    return Snapshot(answer.version, status, waiting, judged, closed, answer.others, answer.failures)
+    more = answer.others, answer.failures, answer.leaving
+    return Snapshot(answer.version, status, waiting, judged, closed, *more)
 
 
 def mark(snapshot: Snapshot | None) -> bytes:

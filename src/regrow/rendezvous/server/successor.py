@@ -81,8 +81,6 @@ RETRY_S: Final = 0.02, 0.1
 """First and longest pause between two attempts to reach a candidate, in seconds."""
 REPORT_S: Final = 1.0
 """Pause between two reports of where the rounds are run, in seconds."""
-MOST_RECORDS: Final = 2000
-"""Records after which a copy is combined into one record; the whole must fit into a message."""
 RESIGN_S: Final = 0.5
 """Time for the answer to a voter that resigns, in seconds."""
 
@@ -323,7 +321,7 @@ class Successor:
             self._records = records
         else:
             self._records += records
-        if len(self._records) > MOST_RECORDS:
+        if len(self._records) > messages.MOST_RECORDS:
             self._records = [compacted(self._run_id, self._records)]
         self._life, self._ended, self._copied_from = reply.life, False, self._coordinator
         self._position = Position(reply.epoch, reply.seq)

@@ -212,10 +212,12 @@ class WitnessKeeper:
 
     def _run(self) -> None:
         done: Keep | Vote | None = None
-        while not self._over:
-            with self._lock:  # a later task sets the event again
+        while True:
+            with self._lock:  # a later task, and `stop`, set the event again
                 task = self._task
                 self._changed.clear()
+            if self._over:
+                return
             if task is None or task is done:
                 self._changed.wait()
                 continue

@@ -50,6 +50,8 @@ def connect(
     spare_round_trips: float = 0.0,
     server_may_start: bool = False,
     refusal_is_final: bool = False,
+    refusal_ends: Callable[[], bool] = lambda: False,
+    visits: bool = False,
     stop: int | None = None,
 ) -> StoreClient:
     """Connect to a store server and start a session.
@@ -65,14 +67,18 @@ def connect(
             its finished changes; the server may grant less.
         call_timeout: default time-out of a call.
         tls: certificates, if the server uses TLS.
-        on_state: called with every change of state, by the client's own thread; it must return
+        on_state: called with every change of state, by a thread of the client; it must return
             quickly and make no call.
         spare_round_trips: number of round trips to the server that are added to `session_grace`:
-            time to reconnect on a slow link, as measured on the first connection.
-        server_may_start: whether this connection may start the server, which then answers late. If
-            so, the kernel's measurement gives the round-trip time; a proxy makes this value too
-            short.
+            time to reconnect on a slow link. The kernel measures it while it connects, so that a
+            busy server does not make it longer; behind a proxy it is the way to the proxy only.
+        server_may_start: whether this connection may start the server. If not, and no server
+            listens there, no warning is logged.
         refusal_is_final: do not try again if no server listens there, or the server hangs up.
+        refusal_ends: called, by a thread of the client, if the session has lost its connection and
+            no server listens there; returns whether the session ends at once, because another
+            server may have taken over. By default it ends after its grace.
+        visits: a lingering server may end while this client has a session.
         stop: a file descriptor; if it becomes readable during the first connection,
             StoreClosedError is raised.
 
@@ -87,11 +93,12 @@ def connect(
     check_token_length(token)
     name = f"{socket.gethostname()} pid {os.getpid()}"[:200]
     session = Session(
-        Dialer(endpoint, token, tls, name, spare_round_trips, server_may_start),
+        Dialer(endpoint, token, tls, name, spare_round_trips, server_may_start, visits),
         to_seconds(session_grace),
         to_seconds(timeout),
         on_state,
         refusal_is_final=refusal_is_final,
+        refusal_ends=refusal_ends,
         stop=stop,
     )
     return StoreClient(session, call_timeout)
@@ -104,6 +111,9 @@ class StoreClient(Handle):
     at most once. If it fails, `StoreError.applied` gives its possible effect. While the connection
     is lost, calls wait for a reconnect, at most for their time-out. After a fork, the child's copy
     is closed and the parent's copy works as before.
+
+    A signal handler may raise an exception in the middle of a call, but must not call this object:
+    the call that it has interrupted may hold the lock that its own call would wait for.
     """
 
     def __init__(self, session: Session, timeout: Timeout) -> None:

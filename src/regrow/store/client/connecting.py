@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from regrow.store.client.names import look_up
-from regrow.store.client.transport import REPLY_ROOM, Transport
+from regrow.store.client.transport import LONGEST_POLL_S, REPLY_ROOM, Transport
 from regrow.store.errors import (
     StoreClosedError,
     StoreConnectionError,
@@ -46,6 +46,8 @@ from regrow.store.protocol.sockets import (
 from regrow.utils import Backoff
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from regrow.store.protocol.tls import Tls, TlsSocket
 
 _NOT_OURS: Final = (
@@ -74,9 +76,10 @@ class Dialer:
         token: the secret that both sides prove.
         tls: certificates, if the server uses TLS.
         client: name of this client for the server.
-        spare: number of round trips to the server that are added to the grace of a session.
-        may_start: whether the first connection may start the server. If so, the time of its answer
-            does not measure the network.
+        spare: number of round trips to the server that are added to the grace of a session. The
+            kernel has measured them while it connected: a busy server may answer much later.
+        may_start: whether the first connection may start the server.
+        visits: whether a lingering server may end while this client has a session.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Dialer:
         client: str,
         spare: float,
         may_start: bool = False,
+        visits: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self._where = parse_endpoint(endpoint)
@@ -96,6 +100,7 @@ class Dialer:
         self._client = client
         self._spare = spare
         self.may_start = may_start
+        self._visits = visits
         self._reached: Address | None = None
         self.server = endpoint
         """The endpoint, with the connected address instead of a name."""
@@ -185,8 +190,7 @@ class Dialer:
 
     def _greet(self, sock: socket.socket, session: bytes, grace: float, deadline: float) -> Greeted:
         connected: socket.socket | TlsSocket = sock
-        if self.may_start:
-            grace += self._spare * round_trip(sock)
+        grace += self._spare * round_trip(sock)
         try:
             if self._tls is not None and self._context is not None:
                 from regrow.store.protocol.tls import TlsSocket
@@ -206,13 +210,11 @@ class Dialer:
         self, transport: Transport, session: bytes, grace: float, deadline: float
     ) -> Greeted:
         nonce = os.urandom(wire.NONCE)
-        sent = time.monotonic()
         transport.send(wire.PREAMBLE + nonce)
         theirs = self._opening(transport, deadline)[len(wire.PREAMBLE) :]
-        if not self.may_start:
-            grace += self._spare * (time.monotonic() - sent)
         proof = wire.prove(self._token, "client", nonce, theirs)
-        transport.send(proof + wire.frame(wire.Hello(session, grace, self._client)))
+        hello = wire.Hello(session, grace, self._client, self._visits)
+        transport.send(proof + wire.frame(hello))
         answer = self._take(transport, 1 + wire.PROOF, deadline, "accept or refuse the token")
         wire.check_answer(answer, self._token, nonce, theirs)
         header = self._take(transport, wire.HEADER, deadline, "open a session")
@@ -280,7 +282,7 @@ class Dialer:
     def _poll(self, poll: select.poll, seconds: float) -> bool:
         for wake in self.wakes:
             poll.register(wake, select.POLLIN)
-        ready = dict(poll.poll(max(0.0, seconds) * 1000))
+        ready = dict(poll.poll(min(max(0.0, seconds), LONGEST_POLL_S) * 1000))
         if ready.keys() & self.wakes:
             raise StoreClosedError("the client was closed")
         return bool(ready)
@@ -323,7 +325,7 @@ def dial_first(dialer: Dialer, grace: float, seconds: float, *, refusal_is_final
                 failure = failure or error
             now = time.monotonic()
             if now >= deadline:
-                raise type(failure)(f"{failure} (tried for {seconds:g} s)") from failure
+                raise type(failure)(f"{failure} (tried for {round(seconds, 2):g} s)") from failure
             if now >= warn_at:
                 warn_at = deadline
                 # An agent whose coordinator does not run yet prints its own line.
@@ -341,7 +343,13 @@ def dial_first(dialer: Dialer, grace: float, seconds: float, *, refusal_is_final
         del failure  # it refers to this frame, which would refer to it
 
 
-def dial_again(dialer: Dialer, session: bytes, grace: float, lost_at: float) -> Greeted:
+def dial_again(
+    dialer: Dialer,
+    session: bytes,
+    grace: float,
+    lost_at: float,
+    refusal_is_final: Callable[[], bool] = lambda: False,
+) -> Greeted:
     """Connect again, and resume the session.
 
     Args:
@@ -349,6 +357,7 @@ def dial_again(dialer: Dialer, session: bytes, grace: float, lost_at: float) -> 
         session: session id from the server.
         grace: seconds for which the session outlives a lost connection.
         lost_at: time of the connection loss, on the monotonic clock.
+        refusal_is_final: returns whether to stop as soon as no server listens there.
 
     Raises:
         StoreClosedError: one of the dialer's `wakes` became readable.
@@ -363,6 +372,8 @@ def dial_again(dialer: Dialer, session: bytes, grace: float, lost_at: float) -> 
             raise
         except StoreError as error:
             failure = str(error)
+            if isinstance(error.__cause__, ConnectionRefusedError) and refusal_is_final():
+                raise StoreSessionLost(f"the session is lost: {failure}") from error
             dialer.sleep(pauses.next(deadline - time.monotonic()))
             continue
         if greeted.welcome.session == session:

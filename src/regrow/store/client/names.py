@@ -44,6 +44,19 @@ def look_up(host: str, wait: Callable[[int], None]) -> Found:
     return found.result()
 
 
+def addresses_of(host: str, timeout: float) -> Found:
+    """Return the addresses of a host; none if its name is unknown, or not resolved in time.
+
+    Args:
+        host: its name.
+        timeout: in seconds.
+    """
+    try:
+        return _look_up(host).result(timeout)
+    except OSError:
+        return []
+
+
 def _look_up(host: str) -> Future[Found]:
     key = os.getpid(), host
     found = _running.get(key)
@@ -54,7 +67,10 @@ def _look_up(host: str) -> Future[Found]:
 
 
 def _resolve(host: str) -> Found:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except ValueError as error:  # another host may give any text as its name
+        raise OSError(f"{host!r} cannot be the name of a host: {error}") from error
     return [(family, str(address[0])) for family, _, _, _, address in found]
 
 

@@ -116,14 +116,18 @@ class ServiceClient:
         session = self._usable()
         if session is not None:
             return session
+        began = self._clock()
         if not self._connecting.acquire(timeout=timeout):
-            raise StoreTimeout(f"another thread has been connecting for more than {timeout:.3g} s")
+            raise StoreTimeout(
+                f"another thread has been connecting for more than {round(timeout, 2):g} s"
+            )
         try:
             session = self._usable()
             if session is None:
+                waited = self._clock() - began
                 if self.session is not None:
                     self.drop(self.session)
-                session = self._connect(timeout)
+                session = self._connect(max(timeout - waited, 0.0))
         finally:
             self._connecting.release()
         return session

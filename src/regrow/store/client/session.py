@@ -10,9 +10,12 @@ or changes nothing, and "unknown" otherwise.
 **Reading.** A thread with a call reads the connection itself, if no other thread does. Waking a
 second thread for every answer would cost more than the rest of the call. The reading thread passes
 the other threads their answers. A long call (`wait`) leaves the reading to other threads, so that
-short calls can read. The background thread reads when a call waits and no call reads. It also
-detects a hang-up, sends bytes that the kernel did not accept at once, opens the next connection,
-and reports every change of state.
+short calls can read. The background thread of the process (`background.py`) reads when a call waits
+and no call reads. It also detects a hang-up, and sends bytes that the kernel did not accept at
+once. In a process with many sessions it reads for all calls.
+
+**The next connection** is opened by a thread that exists only meanwhile. It also reports the
+changes of state, and releases everything at the end of the session.
 
 **Locks.** `_lock` guards the table of calls, the transport, and writing. No thread holds it while
 it blocks. The reading thread holds `_reading`. A transport is closed only under `_reading`, so the
@@ -28,7 +31,6 @@ on the next one. A thread that only waited for an answer leaves nothing behind.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from contextlib import suppress
@@ -37,27 +39,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from regrow.store.client.background import serve
 from regrow.store.client.connecting import dial_again, dial_first
+from regrow.store.client.pending_calls import Calls, PendingCall, copy_of
 from regrow.store.errors import (
     StoreClosedError,
     StoreError,
-    StoreLimitError,
     StoreProtocolError,
     StoreSessionLost,
     StoreTimeout,
-    StoreValueError,
 )
-from regrow.store.keyspace import Query
 from regrow.store.limits import CLOSE_S
 from regrow.store.protocol import wire
-from regrow.utils import call_after_fork
+from regrow.utils import call_after_fork, start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from regrow.store.client.connecting import Dialer, Greeted
     from regrow.store.client.transport import Transport
-    from regrow.store.errors import Applied
 
 
 class ConnectionState(Enum):
@@ -79,104 +79,6 @@ class ConnectionState(Enum):
     """The client was closed, or was inherited through a fork. All its calls fail."""
 
 
-class PendingCall:
-    """One call without an answer."""
-
-    __slots__ = ("changes", "data", "failure", "gate", "id", "reply", "sent")
-
-    def __init__(self, id: int, data: bytes, changes: bool) -> None:
-        self.id = id
-        self.data = data
-        self.changes = changes
-        self.sent = False
-        self.reply: wire.Reply | None = None
-        self.failure: StoreError | None = None
-        """The reason why the session ended before it answered."""
-        self.gate = threading.Lock()
-        """Released when the call has an answer, or the session has ended."""
-        self.gate.acquire()
-
-    @property
-    def applied(self) -> Applied:
-        """The possible effect of the call if the caller gives up now."""
-        return "unknown" if self.changes and self.sent else "no"
-
-
-class Calls:
-    """The unanswered calls of one session; guarded by the lock of its `Session`."""
-
-    def __init__(self) -> None:
-        self.failure: StoreError | None = None
-        """The reason why no more calls are possible."""
-        self.pending: dict[int, PendingCall] = {}
-        """The calls that wait for an answer, by id."""
-        self._next = 1
-
-    def make(self, request: type[Any], args: tuple[Any, ...], frame_bytes: int) -> PendingCall:
-        """Create a call from a message type and its arguments, with the next id."""
-        if self.failure is not None:
-            raise copy_of(self.failure)
-        id = self._next
-        changes = issubclass(request, wire.Mutation)
-        if changes:
-            unanswered = (call.id for call in self.pending.values() if call.changes)
-            args = (next(unanswered, id) if self.pending else id, *args)
-        try:
-            data = wire.frame(request(id, *args))
-        except (UnicodeEncodeError, OverflowError) as error:
-            raise StoreValueError(f"the arguments cannot be sent: {error}") from None
-        if len(data) > frame_bytes + wire.HEADER:
-            raise StoreLimitError(
-                f"the call has {len(data)} bytes, and the server takes at most "
-                f"{frame_bytes} at once (Limits.frame_bytes)"
-            )
-        self._next = id + 1
-        return PendingCall(id, data, changes)
-
-    def nudge(self) -> bytes:
-        """Create a small message; no caller waits for its answer."""
-        self._next += 1
-        return wire.frame(wire.Read(self._next - 1, Query("num_keys")))
-
-    def answer(self, replies: Iterable[wire.Reply]) -> str | None:
-        """Distribute answers; return the server's error if it ends the session."""
-        for reply in replies:
-            call = self.pending.get(reply.id)
-            if call is not None:
-                # In this order, an interrupt between two steps loses no answer.
-                if call.reply is None:
-                    call.reply = reply
-                    call.gate.release()
-                self.pending.pop(reply.id, None)
-            elif isinstance(reply, wire.Failed) and reply.id == 0:
-                return reply.message
-        return None
-
-    def again(self) -> bytes:
-        """Return all data to send again over a new connection."""
-        for call in self.pending.values():
-            call.sent = True
-        return b"".join(call.data for call in self.pending.values())
-
-    def fail(self) -> None:
-        """Wake the caller of every call, because the session has ended."""
-        for call in self.pending.values():
-            if call.failure is None:
-                call.failure = self.failure
-                call.gate.release()
-        self.pending.clear()
-
-
-def copy_of(failure: StoreError, applied: Applied = "no") -> StoreError:
-    """Return a new error to raise for the end of a session.
-
-    A raised exception holds the frames that it passed, and these frames hold the session. If the
-    session also held the raised exception, the client would stay alive until the garbage collector
-    runs.
-    """
-    return type(failure)(str(failure), applied=applied)
-
-
 class Session:
     """A session and its current connection.
 
@@ -184,8 +86,10 @@ class Session:
         dialer: connects to the server.
         grace: seconds for which the session should outlive a lost connection.
         timeout: seconds within which the first connection must succeed.
-        on_state: called from the background thread after each change of state.
+        on_state: called after each change of state, from the thread that opens the connections.
         refusal_is_final: give up the first connection if no server listens, or the server hangs up.
+        refusal_ends: returns whether the session ends if it has lost its connection and no server
+            listens.
         stop: a descriptor that stops the first connection when it becomes readable.
     """
 
@@ -197,6 +101,7 @@ class Session:
         on_state: Callable[[ConnectionState], None] | None,
         *,
         refusal_is_final: bool = False,
+        refusal_ends: Callable[[], bool] = lambda: False,
         stop: int | None = None,
     ) -> None:
         self.dialer = dialer
@@ -208,25 +113,28 @@ class Session:
         self._lost_at = 0.0
         """Time of the last connection loss, on the monotonic clock."""
         self._on_state = on_state
+        self._refusal_ends = refusal_ends
         self._reported = ConnectionState.CONNECTED
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Becomes readable when the background thread has work."""
-        self._epoll = select.epoll()
-        self._epoll.register(self._wake, select.EPOLLIN)
+        self._ending = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Becomes readable when the session ends, which stops dialing."""
+        self._mending = False
+        """Whether a thread opens the next connection, or releases everything."""
+        self._mender: threading.Thread | None = None  # the last such thread
+        self._released = threading.Event()
+        self._background = serve(self)
         try:
-            dialer.wakes = {self._wake} if stop is None else {self._wake, stop}
+            dialer.wakes = {self._ending} if stop is None else {self._ending, stop}
             greeted = dial_first(dialer, grace, timeout, refusal_is_final=refusal_is_final)
-            dialer.wakes = {self._wake}
+            dialer.wakes = {self._ending}
             self.welcome = greeted.welcome
             """The terms that the server granted."""
+            call_after_fork(self)
             self._install(greeted)
         except BaseException:
+            self._mending = True  # no thread may begin to reconnect
             self._release()
             raise
-        call_after_fork(self)
-        self._thread = threading.Thread(target=self._run, name="regrow-store", daemon=True)
-        self._thread.start()
 
     @property
     def state(self) -> ConnectionState:
@@ -261,7 +169,7 @@ class Session:
         deadline = now + seconds
         call = self._begin(request, args)
         try:
-            if lasting:
+            if lasting or self._background.is_crowded:
                 self._hand_over()
             else:
                 self._read_for(call, min(deadline, now + nudge))
@@ -279,7 +187,7 @@ class Session:
             raise copy_of(call.failure, call.applied)
         state = "" if self.state is ConnectionState.CONNECTED else f" ({self.state.value})"
         raise StoreTimeout(
-            f"timed out after {seconds:g} s: no answer from the store at "
+            f"timed out after {round(seconds, 2):g} s: no answer from the store at "
             f"{self.dialer.endpoint}{state}",
             applied=call.applied,
         )
@@ -299,17 +207,21 @@ class Session:
         finally:
             with self._lock:
                 self._fail(StoreClosedError("the store client was closed"))
-            if self._thread is not threading.current_thread():
-                self._thread.join(CLOSE_S)
+            if self._mender is not threading.current_thread():
+                self._released.wait(CLOSE_S)
+                if self._mender is not None and not self._background.is_this_thread:
+                    self._mender.join(CLOSE_S)
 
     def _begin(self, request: type[Any], args: tuple[Any, ...]) -> PendingCall:
         with self._lock:
             call = self._calls.make(request, args, self.welcome.frame_bytes)
             try:
                 self._calls.pending[call.id] = call
-                if self._transport is not None:  # else the next transport sends it
+                if self._transport is not None:
                     call.sent = True
                     self._send(call.data)
+                else:  # the next transport sends it
+                    self._background.attend(self)  # an interrupt may have cut `_drop` short
             except BaseException:
                 self._calls.pending.pop(call.id, None)
                 raise
@@ -324,7 +236,8 @@ class Session:
             transport = self._transport
             if transport is None:
                 return
-            transport.claim()
+            with self._lock:  # else a `send` at this moment could wait for free space in vain
+                transport.claim()
             while call.reply is None and transport.readable(until - time.monotonic()):
                 receiving = True
                 if not self._receive(transport):
@@ -415,52 +328,30 @@ class Session:
         """End the session: fail every call, now and from now on."""
         if self._calls.failure is None or isinstance(failure, StoreClosedError):
             self._calls.failure = failure
-            self._notify()
+            if self._ending >= 0:
+                os.eventfd_write(self._ending, 1)
             self._calls.fail()
             self._drop(self._transport)
+            self._background.attend(self)
 
     def _drop(self, transport: Transport | None) -> None:
-        """Make the background thread replace a connection that no longer works."""
+        """Let a connection be replaced that no longer works."""
         if transport is None or self._transport is not transport:
             return
         now = time.monotonic()
-        # From here to the end no signal handler can run: all steps run, or none.
+        # No signal handler can run between these three steps: all run, or none.
         self._lost_at = now
         self._dead = transport
         self._transport = None
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
+        self._background.attend(self)
 
     # ------------------------------------------------- in the background thread
 
-    def _run(self) -> None:
-        try:
-            while self._calls.failure is None:
-                if not self._work() and self._calls.failure is None:
-                    self._reconnect()
-                self._report()
-        except BaseException as error:
-            message = f"the client's background thread failed: {error!r}"
-            with self._lock:
-                self._fail(StoreSessionLost(message))
-            raise
-        finally:
-            self._release()
-        self._report()
-
-    def _work(self) -> bool:
-        """Wait for work, and do it; return False if there is no connection."""
-        ready = {fd for fd, _ in self._epoll.poll()}
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
+    def on_ready(self, fd: int) -> None:
+        """See `background.Served`."""
         transport = self._transport
-        if transport is None:
-            return False
-        if transport.fd not in ready:
-            return True
+        if transport is None or transport.fd != fd:
+            return
         with self._lock:
             # A reading call hands over when it stops, which it cannot do in the meantime.
             reads = self._reading.acquire(blocking=False)
@@ -476,14 +367,57 @@ class Session:
             finally:
                 self._reading.release()
             self._hand_over()
-        return True
+
+    def attend(self) -> None:
+        """See `background.Served`."""
+        if self._mending or self._is_whole():
+            return
+        self._mending = True
+        try:
+            start_thread(self._mend, "regrow-store reconnect")
+        except RuntimeError:  # the interpreter ends, or there are too many threads
+            self._mend()
+
+    def fail(self, error: Exception) -> None:
+        """See `background.Served`."""
+        with self._lock:
+            self._fail(StoreSessionLost(f"the client's background thread failed: {error!r}"))
+
+    def _is_whole(self) -> bool:
+        """Return whether nothing is left to do: there is a connection, or all is released."""
+        if self._calls.failure is not None:
+            return self._released.is_set()
+        return self._transport is not None
+
+    # ------------------------------- in the thread that opens the next connection
+
+    def _mend(self) -> None:
+        self._mender = threading.current_thread()
+        try:
+            while self._calls.failure is None and self._transport is None:
+                self._reconnect()
+                self._report()
+        except BaseException as error:
+            message = f"the thread that reconnects failed: {error!r}"
+            with self._lock:
+                self._fail(StoreSessionLost(message))
+            raise
+        finally:
+            if self._calls.failure is not None:
+                self._release()
+                self._report()
+                self._released.set()
+            self._mending = False
+            if not self._is_whole():  # the next connection was lost meanwhile
+                self._background.attend(self)
 
     def _reconnect(self) -> None:
         self._report()
         self._close_lost()
         try:
+            welcome = self.welcome
             greeted = dial_again(
-                self.dialer, self.welcome.session, self.welcome.grace, self._lost_at
+                self.dialer, welcome.session, welcome.grace, self._lost_at, self._refusal_ends
             )
         except StoreClosedError:
             return
@@ -496,10 +430,12 @@ class Session:
 
     def _install(self, greeted: Greeted) -> None:
         """Continue over a new connection."""
-        transport = greeted.transport
-        transport.register(self._epoll)
+        transport, background = greeted.transport, self._background
         with self._reading, self._lock:
+            # Before it is registered: a hang-up may follow at once, and wakes the thread only once.
             self._transport = transport
+            background.add(transport.fd, self)
+            transport.register(background.epoll)
             if self._calls.failure is not None:
                 self._drop(transport)
                 return
@@ -511,6 +447,7 @@ class Session:
         if dead is not None:
             dead.shutdown()  # a thread that still reads it then releases `_reading`
             with self._reading, self._lock:
+                self._background.remove(dead.fd)
                 dead.close()
                 self._dead = None
 
@@ -522,13 +459,21 @@ class Session:
         self._close_lost()
         with self._lock:
             self._close()
+        self._background.leave(self)
 
     def _report(self) -> None:
         state = self.state
         if state is not self._reported:
             self._reported = state
             if self._on_state is not None:
-                self._on_state(state)
+                try:
+                    self._on_state(state)
+                except Exception:  # noqa: BLE001 - the user's function ends no session
+                    from regrow.utils import get_logger
+
+                    get_logger(__name__).exception(
+                        "the on_state of a store client fails for %s", state
+                    )
 
     # ------------------------------------------------------------ in a forked child
 
@@ -544,10 +489,10 @@ class Session:
             if transport is not None:
                 transport.forget()
         self._transport = self._dead = None
-        if self._wake >= 0:
+        if self._ending >= 0:
             self._close()
 
     def _close(self) -> None:
-        os.close(self._wake)
-        self._wake = -1
-        self._epoll.close()
+        # In this order, because a child may be forked in between (`background.Background`).
+        ending, self._ending = self._ending, -1
+        os.close(ending)

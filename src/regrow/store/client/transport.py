@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 REPLY_ROOM: Final = 1 << 20
 """Bytes by which a reply may be longer than the longest request."""
-_LONGEST_POLL_S: Final = 1e6
+LONGEST_POLL_S: Final = 1e6
+"""Longest wait of one `poll`, in seconds; the kernel takes no more than 24 days."""
 
 
 class Transport:
@@ -85,7 +86,7 @@ class Transport:
 
     def readable(self, seconds: float) -> bool:
         """Wait for received bytes; return whether there are any."""
-        return bool(self._poll.poll(min(max(seconds, 0.0), _LONGEST_POLL_S) * 1000))
+        return bool(self._poll.poll(min(max(seconds, 0.0), LONGEST_POLL_S) * 1000))
 
     # ---------------------------------------------------------------- messages
 

@@ -84,7 +84,7 @@ def listen(host: str, port: int) -> socket.socket:
 def family_of(host: str) -> socket.AddressFamily | None:
     """Return the family of an IP address; None for a name."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # a null character
             socket.inet_pton(family, host)
             return family
     return None

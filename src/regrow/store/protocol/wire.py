@@ -140,6 +140,8 @@ class Hello(Struct, array_like=True, tag=0, frozen=True, gc=False):
     """Seconds for which the session outlives a lost connection."""
     client: Annotated[str, Meta(max_length=200)] = ""
     """Name of the client, for the server's log."""
+    visits: bool = False
+    """Whether a lingering server may end while this client has a session."""
 
 
 class Mutation(Struct, array_like=True, frozen=True, gc=False):

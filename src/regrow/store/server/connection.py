@@ -111,9 +111,11 @@ class Peer(asyncio.BufferedProtocol):
         if self._closing or not self.unsent:
             return
         unsent, self.unsent = self.unsent, bytearray()
-        self.transport.write(unsent)
-        waiting = self.transport.get_write_buffer_size()
-        if waiting > self._server.limits.outgoing_bytes:
+        most, waiting = self._server.limits.outgoing_bytes, len(unsent)
+        if waiting <= most:
+            self.transport.write(unsent)
+            waiting = self.transport.get_write_buffer_size()
+        if waiting > most:
             self._report("disconnected", f"it did not read {waiting} bytes of answers")
             self.drop()
         elif self.session is not None and self.session.ended:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 
 from regrow.store.errors import StoreLimitError, StoreProtocolError, StoreValueError
-from regrow.store.keyspace import Answer, KeySpace, NotReady, Parked
+from regrow.store.keyspace import Answer, KeySpace, NotReady, ParkedQuery
 from regrow.store.limits import DEFAULT_LIMITS, Limits
 from regrow.store.protocol import wire
 from regrow.store.server.services import Switchboard
@@ -50,13 +50,15 @@ class ServerSession:
     """Seconds for which the session outlives a lost connection."""
     client: str
     """The name that the client gave."""
+    visits: bool = False
+    """Whether a lingering server may end before this session."""
     last_id: int = 0
     """The highest id of a finished change."""
     answers: OrderedDict[int, Struct] = field(default_factory=OrderedDict)
     """Answers to changes that the client has not confirmed, in the order of ids."""
     kept: int = 0
     """Number of bytes of the values in `answers`."""
-    parked: dict[int, Parked] = field(default_factory=dict)
+    parked: dict[int, ParkedQuery] = field(default_factory=dict)
     """Blocked reads, by request id."""
     asked: dict[int, str] = field(default_factory=dict)
     """The service of each parked question, by request id."""
@@ -90,26 +92,32 @@ class Machine:
         self.limits = limits
         self.board = board or Switchboard({}, limits, lambda: 0.0, lambda line: None)
         self.sessions: dict[bytes, ServerSession] = {}
+        self.visitors = 0
+        """How many of them a lingering server does not wait for."""
         self._new_id = new_id
         self._space = KeySpace(limits)
 
     def open(self, hello: wire.Hello) -> tuple[ServerSession, wire.Welcome]:
         """Start a session, or resume the session in `hello` if it still exists.
 
+        If it does not, the client gets another session, which has ended.
+
         Raises:
             StoreLimitError: too many sessions are open.
         """
         session = self.sessions.get(hello.session)
         if session is None:
-            if len(self.sessions) >= self.limits.sessions:
+            if not hello.session and len(self.sessions) >= self.limits.sessions:
                 raise StoreLimitError(
                     f"the store is full: {self.limits.sessions} sessions are open (Limits.sessions)"
                 )
             grace = min(hello.grace, self.limits.session_grace_seconds)
-            session = ServerSession(self._new_id(), grace, hello.client)
+            session = ServerSession(self._new_id(), grace, hello.client, hello.visits)
             # A client with an ended session must not get a new one that it did not request.
-            if not hello.session:
+            session.ended = bool(hello.session)
+            if not session.ended:
                 self.sessions[session.id] = session
+                self.visitors += session.visits
         return session, wire.Welcome(session.id, session.grace, self.limits.frame_bytes)
 
     def suspend(self, session: ServerSession) -> list[Outgoing]:
@@ -135,7 +143,8 @@ class Machine:
             return []
         session.ended = True
         self._unpark(session)
-        self.sessions.pop(session.id, None)
+        if self.sessions.pop(session.id, None) is not None:
+            self.visitors -= session.visits
         return self.board.report(session, "ended", why, closed)
 
     def handle(self, session: ServerSession, request: wire.Request) -> list[Outgoing]:

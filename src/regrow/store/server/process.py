@@ -108,16 +108,16 @@ class ServerProcess:
         if wait != 0 or not leave:
             with suppress(BrokenPipeError):  # the server has already ended
                 os.write(self._lifeline, GOODBYE if leave else STOP)
-        os.close(self._lifeline)
+        self._close_lifeline()
         ended = ends_within(self._pidfd, timeout if wait is None else wait)
         if not ended and not leave:
             ended = _killed(self.pid, self._pidfd)
+        pidfd, self._pidfd = self._pidfd, -1
         if ended:
-            reap(self._pidfd)
-            os.close(self._pidfd)
+            reap(pidfd)
+            os.close(pidfd)
         else:
-            _left.append(self._pidfd)
-        self._pidfd = self._lifeline = -1
+            _left.append(pidfd)
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -130,10 +130,17 @@ class ServerProcess:
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._lifeline)
-            os.close(self._pidfd)
-            self._pidfd = self._lifeline = -1
+        self._close_lifeline()
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def _close_lifeline(self) -> None:
+        # First forgotten, then closed: in a child that is forked in between, the number may already
+        # be that of another file.
+        lifeline, self._lifeline = self._lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
 
 
 _left: list[int] = []

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from regrow.store.limits import BACKLOG, CHUNK, DEFAULT_LIMITS, LATE_S, REFUSALS_S, Limits
 from regrow.store.protocol import wire
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     from regrow.store.protocol.tls import Tls
     from regrow.store.server.services import Service
+    from regrow.store.server.tls_listener import TlsListener
+
+_TOO_MANY: Final = "too many connections are in their handshake (Limits.handshakes)"
 
 
 class StoreServer:
@@ -51,7 +54,8 @@ class StoreServer:
         log: receives the lines about clients that were refused or disconnected; default stderr.
         services: services besides keys, by name.
         on_demand: more services, as "module:function"; each is loaded at its first question.
-        on_sessions: called with the number of open sessions after every change.
+        on_sessions: called with the number of open sessions after every change, without those of
+            clients that only visit.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class StoreServer:
         self._refusals = Refusals()
         self._minute: asyncio.TimerHandle | None = None
         self._listener: asyncio.Server | None = None
+        self._agreeing: TlsListener | None = None
         self._path: str | None = None
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> str:
@@ -102,6 +107,12 @@ class StoreServer:
             path: the file of a unix socket, if `close` must remove it.
         """
         self._path = path
+        if self._tls:
+            from regrow.store.server.tls_listener import TlsListener
+
+            listener = self._agreeing = TlsListener(
+                listener, self.limits.handshakes, self._end_handshake
+            )
         self._listener = await asyncio.get_running_loop().create_server(
             lambda: Peer(self), sock=listener, backlog=BACKLOG, **self._tls
         )
@@ -130,14 +141,21 @@ class StoreServer:
 
     def connected(self, connection: Peer) -> None:
         """Handle a new connection: it must prove the token within a short time."""
+        if self._agreeing is not None:
+            self._agreeing.agreed(connection.transport.get_extra_info("socket").fileno())
         self.connections[connection] = None
         if len(self.opening) >= self.limits.handshakes:
             oldest = next(iter(self.opening))
-            oldest.refuse("too many connections are in their handshake (Limits.handshakes)")
+            oldest.refuse(_TOO_MANY)
         seconds = self.limits.handshake_seconds
         self.opening[connection] = asyncio.get_running_loop().call_later(
             seconds, connection.refuse, f"it did not prove the token within {seconds:g} s"
         )
+
+    def _end_handshake(self, address: object) -> None:
+        """Log that a connection was closed before it has agreed on TLS."""
+        host = str(address[0]) if isinstance(address, tuple) else "local clients"
+        self.report_refusal(host, f"refused {host}: {_TOO_MANY}")
 
     def settled(self, connection: Peer) -> None:
         """Handle the end of a connection's handshake, successful or not."""
@@ -201,14 +219,16 @@ class StoreServer:
                 self._queue(session.link, message)
         if self.board.services:
             self._set_alarm()
-        if len(self.machine.sessions) != self._count:
-            self._count = len(self.machine.sessions)
+        count = len(self.machine.sessions) - self.machine.visitors
+        if count != self._count:
+            self._count = count
             self._on_sessions(self._count)
 
     def _queue(self, connection: Peer, message: msgspec.Struct) -> None:
         if not connection.unsent:
             self._dirty.append(connection)
-        connection.unsent += wire.frame(message)
+        if len(connection.unsent) <= self.limits.outgoing_bytes:  # above it, `flush` disconnects
+            connection.unsent += wire.frame(message)
 
     def flush(self) -> None:
         """Send the queued messages, in one write for each connection."""

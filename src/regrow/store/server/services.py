@@ -64,6 +64,9 @@ class Service(Protocol):
     A service may continue where a killed server stopped. Such a service also has a method
     `remember`. The server calls it once, before all other methods, with a `Journal`, the time, and
     a function that takes log lines.
+
+    A service may also have a property `needed`: whether the server outlives its starter for the
+    sake of this service, if it lingers. Without it, the server does.
     """
 
     @property

@@ -8,8 +8,10 @@ A lingering server also serves other processes, which must keep their store when
 killed. So the server continues while a session is open, and ends by itself soon after the last
 session has ended. It does not end at once, because a client may reconnect with a new session. It
 also gives clients that waited for the server the time to connect. A starter with a job that ended
-well sends a goodbye. Then no new client comes, and the server ends with the last session. After the
-end of its starter, the server writes no output, so that it keeps no terminal open.
+well sends a goodbye. Then no new client comes, and the server ends with the last session. A server
+whose services hold nothing that a client needs (`Service.needed`) ends with its starter, so that
+the next one can listen at its address. After the end of its starter, the server writes no output,
+so that it keeps no terminal open.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from regrow.store.server.journal import FILES, Journal
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from regrow.store.server.services import Service
 
@@ -94,6 +97,7 @@ async def _serve(config: dict[str, Any]) -> None:
             on_demand=config["on_demand"],
             on_sessions=end.on_sessions,
         )
+        end.is_needed = lambda: all(getattr(each, "needed", True) for each in services.values())
         await server.listen_on(socket.socket(fileno=LISTENER), config["path"])
     except OSError as error:
         failure = f"cannot serve with {tls}: {error.strerror or error}"
@@ -129,6 +133,8 @@ class _End:
         """Whether the starter is gone, or has sent a goodbye."""
         self._quiet = QUIET_S
         self._timer: asyncio.TimerHandle | None = None
+        self.is_needed: Callable[[], bool] = lambda: True
+        """Returns whether the server outlives its starter, if it lingers."""
         self.over: asyncio.Future[None] = loop.create_future()
         """Done when the server must end."""
         loop.add_reader(0, self._receive)
@@ -140,7 +146,9 @@ class _End:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._alone and sessions == 0:
+        if self._alone and not self.is_needed():
+            self._end()
+        elif self._alone and sessions == 0:
             at = max(self._not_before, self._loop.time() + self._quiet)
             self._timer = self._loop.call_at(at, self._end)
 

@@ -1,7 +1,7 @@
 """torch's own store server (`TCPStore`), in a process of its own.
 
-A TCPStore has no token: whoever reaches the port can read and write its keys, as under torchrun.
-The process is the only one of regrow's that imports torch.
+A TCPStore has no token: any program that reaches the port can read and write its keys, as under
+torchrun. The process is the only one of regrow's that imports torch.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class FileTimerRequest(TimerRequest):
         return json.dumps(content | {name: at for name, at in clocks.items() if at is not None})
 
 
-class Refusal(NamedTuple):
+class RequestRefusal(NamedTuple):
     """Input from the pipe that is no valid request."""
 
     why: str
@@ -127,7 +127,7 @@ class Batch(NamedTuple):
 
     requests: list[FileTimerRequest]
     """The requests, in the order of arrival."""
-    refusals: list[Refusal]
+    refusals: list[RequestRefusal]
     """The refusals of the first `EXAMINED` bad lines."""
 
 
@@ -174,10 +174,10 @@ class RequestLines:
         return Batch(requests, [_refusal(why, line) for why, line in bad[:EXAMINED]])
 
 
-def _refusal(why: str, line: bytes) -> Refusal:
+def _refusal(why: str, line: bytes) -> RequestRefusal:
     claimed = _PID.search(line, 0, MAX_LINE)
     sample = line[:_SAMPLE].decode(errors="backslashreplace")
-    return Refusal(why, int(claimed[1]) if claimed else 0, sample)
+    return RequestRefusal(why, int(claimed[1]) if claimed else 0, sample)
 
 
 def _read(line: bytes) -> FileTimerRequest | str:

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from regrow.timer.debug_info_logging import log_debug_info_for_expired_timers
 from regrow.timer.fifo.pipe import PIECE, Pipe
-from regrow.timer.fifo.request import FileTimerRequest, Refusal, RequestLines
+from regrow.timer.fifo.request import FileTimerRequest, RequestLines, RequestRefusal
 from regrow.timer.processes import GONE, ServerThread, Sleeper, TimedProcesses, foreign
 from regrow.timer.rules import STANDSTILL, SteadyClock, Timers
 from regrow.utils import Backoff, get_logger
@@ -252,7 +252,7 @@ class FileTimerServer:
         """
         return foreign(pid)
 
-    def on_refused(self, refusal: Refusal, request: FileTimerRequest | None) -> None:
+    def on_refused(self, refusal: RequestRefusal, request: FileTimerRequest | None) -> None:
         """Handle refused input from the pipe; called once for each kind and source.
 
         Args:
@@ -380,7 +380,7 @@ class FileTimerServer:
                 if not why:
                     yield request
             if why:
-                self._report(Refusal(why, pid, request.to_json()), request)
+                self._report(RequestRefusal(why, pid, request.to_json()), request)
 
     def _admit(self, pid: int) -> str:
         """Look up a process that arms its first timer; return the reason if it may not."""
@@ -405,7 +405,7 @@ class FileTimerServer:
             return ""
         return f"is of a process with {MANY} timers"
 
-    def _report(self, refusal: Refusal, request: FileTimerRequest | None = None) -> None:
+    def _report(self, refusal: RequestRefusal, request: FileTimerRequest | None = None) -> None:
         """Report refused input, if its kind and source are new."""
         # Helpers may end before the look-up, which is no misuse: one report for all.
         source = refusal.why, 0 if refusal.why == GONE else refusal.pid

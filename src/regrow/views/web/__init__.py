@@ -1,1 +1,1 @@
-"""`regrow web`: the views of jobs as a page. Needs the extra `regrow[web]`."""
+"""`regrow web`: the views of jobs as a page. Needs the extra `web`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from hmac import compare_digest
@@ -30,6 +31,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from regrow.views.account import Accounts
 from regrow.views.job_snapshot import Snapshot
 from regrow.views.logs import STREAMS, LogName, LogReader, log_files
 from regrow.views.runs import Job, Library
@@ -45,10 +47,12 @@ MOST_WATCHED = 32
 """Most jobs that are followed at the same time."""
 MOST_RESTARTS = 200
 """Most restarts that a page gets, the latest ones."""
+MOST_ATTEMPTS = 1_000
+"""The same for attempts; each start of the workers of a node counts."""
 STATIC = Path(__file__).with_name("static")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
-    " connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none';"
+    " connect-src 'self'; img-src 'self' blob:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -58,6 +62,7 @@ HEADERS = {
     # One request a connection: `server.Connection` limits the time until the request is there.
     "Connection": "close",
 }
+_NUMBER = re.compile("[0-9]{1,9}")
 
 
 def make_app(library: Library, token: str) -> Starlette:
@@ -73,9 +78,10 @@ def make_app(library: Library, token: str) -> Starlette:
         Route("/api/jobs/live", desk.jobs_live, methods=["GET"]),
         Route("/api/jobs/{key}", desk.job, methods=["GET"]),
         Route("/api/jobs/{key}/live", desk.job_live, methods=["GET"]),
+        Route("/api/jobs/{key}/account", desk.account, methods=["GET"]),
         Route("/api/jobs/{key}/logs", desk.logs, methods=["GET"]),
         Route(
-            "/api/jobs/{key}/logs/{run:int}/{attempt:int}/{local_rank:int}/{stream}/live",
+            "/api/jobs/{key}/logs/{run}/{attempt}/{local_rank}/{stream}/live",
             desk.log_live,
             methods=["GET"],
         ),
@@ -84,6 +90,11 @@ def make_app(library: Library, token: str) -> Starlette:
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
     app.add_middleware(_Guard, token=token)
     return app
+
+
+def _json(value: Any) -> Response:
+    """Return data as JSON in ASCII; `JSONResponse` refuses the name of a file that is no UTF-8."""
+    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -128,7 +139,7 @@ class _Desk:
         self._watched: dict[str, _Watched] = {}
 
     async def jobs(self, request: Request) -> Response:
-        return JSONResponse(await self._jobs())
+        return _json(await self._jobs())
 
     async def jobs_live(self, request: Request) -> Response:
         async def samples() -> tuple[str, bool]:
@@ -144,14 +155,22 @@ class _Desk:
     async def job_live(self, request: Request) -> Response:
         return _events((await self._watch(request)).snapshot)
 
+    async def account(self, request: Request) -> Response:
+        text = await (await self._watch(request)).account()
+        return Response(text, media_type="application/json")
+
     async def logs(self, request: Request) -> Response:
         job = (await self._watch(request)).job
         found = await run_in_threadpool(log_files, [run.directory for run in job.runs])
-        return JSONResponse([{**name._asdict(), "size": size} for name, size in found])
+        return _json([{**name._asdict(), "size": size} for name, size in found])
 
     async def log_live(self, request: Request) -> Response:
         watched, values = await self._watch(request), request.path_params
-        name = LogName(values["run"], values["attempt"], values["local_rank"], values["stream"])
+        numbers = [values[each] for each in ("run", "attempt", "local_rank")]
+        if not all(_NUMBER.fullmatch(each) for each in numbers):
+            raise HTTPException(404, "there is no such file")
+        run, attempt, local_rank = map(int, numbers)
+        name = LogName(run, attempt, local_rank, values["stream"])
         runs = watched.job.runs
         if name.run >= len(runs) or name.stream not in STREAMS:
             raise HTTPException(404, "there is no such file")
@@ -165,7 +184,7 @@ class _Desk:
     async def _jobs(self) -> list[dict[str, Any]]:
         async with self._lock:
             jobs = await run_in_threadpool(self._library.jobs)
-            return [await run_in_threadpool(_summary, job) for job in jobs]
+            return [await run_in_threadpool(_summary, job, self._library) for job in jobs]
 
     async def _watch(self, request: Request) -> _Watched:
         key = request.path_params["key"]
@@ -179,7 +198,7 @@ class _Desk:
                 idle = min(self._watched, key=lambda each: self._watched[each].read_at)
                 self._watched.pop(idle).close()
             # Its own library, because a library is not thread-safe.
-            watched = _Watched(JobWatch(self._library.another(), job))
+            watched = _Watched(JobWatch(self._library.another(), job), self._library)
             self._watched[key] = watched
             return watched
 
@@ -187,10 +206,11 @@ class _Desk:
 class _Watched:
     """A job that pages follow: one sample serves all of them."""
 
-    def __init__(self, watch: JobWatch) -> None:
-        self._watch = watch
+    def __init__(self, watch: JobWatch, library: Library) -> None:
+        self._watch, self._remote = watch, library.remote
         self._lock = asyncio.Lock()
-        self._text, self._is_over = "", False
+        self._accounts, self._account_lock = Accounts(library.remote), asyncio.Lock()
+        self._text, self._is_over, self._events = "", False, 0
         self.read_at = float("-inf")
         """Monotonic time of the latest sample."""
 
@@ -206,23 +226,43 @@ class _Watched:
         """Return the job as JSON, and whether it is over."""
         async with self._lock:
             if monotonic() - self.read_at >= SAMPLE_S / 2:
-                self._text, self._is_over = await run_in_threadpool(self._read)
+                found = await run_in_threadpool(self._read)
+                self._text, self._is_over, self._events = found
                 self.read_at = monotonic()
         return self._text, self._is_over
 
-    def _read(self) -> tuple[str, bool]:
+    async def account(self) -> str:
+        """Return the ledger and the explanations of the job as JSON."""
+        await self.snapshot()
+        async with self._account_lock:
+            return await run_in_threadpool(self._read_account)
+
+    def _read_account(self) -> str:
+        return json.dumps(self._accounts.read(self.job, self._events), separators=(",", ":"))
+
+    def _read(self) -> tuple[str, bool, int]:
         found = self._watch.snapshot()
-        return json.dumps(as_data(found), separators=(",", ":")), found.is_over
+        fault = self._remote.fault() if self._remote is not None and not found.is_over else ""
+        data = {**as_data(found), "fault": fault}
+        return json.dumps(data, separators=(",", ":")), found.is_over, found.events
 
 
 def as_data(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the snapshot as the page gets it: the latest restarts, and the ranks as rows.
+    """Return the snapshot as the page gets it: the latest attempts and restarts, ranks as rows.
 
     Rows are a quarter as long as objects.
     """
-    shown = replace(snapshot, restarts=snapshot.restarts[-MOST_RESTARTS:])
+    since = min(sorted(each.started for each in snapshot.attempts)[-MOST_ATTEMPTS:], default=0.0)
+    shown = replace(
+        snapshot,
+        restarts=snapshot.restarts[-MOST_RESTARTS:],
+        attempts=tuple(each for each in snapshot.attempts if each.started >= since),
+    )
     data = shown.to_json()
     data["restart_count"] = sum(restart.restarted for restart in snapshot.restarts)
+    for node in data["nodes"]:  # whole seconds, because a page draws again what has changed
+        silent = node["answered_s"]
+        node["answered_s"] = silent and (int(silent) if silent >= 2 else 0)
     ranks = data.pop("ranks")
     columns = list(ranks[0]) if ranks else []
     rows = [[_short(value) for value in rank.values()] for rank in ranks]
@@ -233,9 +273,9 @@ def _short(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def _summary(job: Job) -> dict[str, Any]:
+def _summary(job: Job, library: Library) -> dict[str, Any]:
     """Return a row of the list of jobs."""
-    alive = [run.is_alive() for run in job.runs]
+    alive = [library.is_alive(run) for run in job.runs]
     ends = [run.finished for run in job.runs if run.finished is not None]
     if any(alive):
         state = "running"

@@ -22,7 +22,7 @@ from itertools import count
 from time import monotonic
 from typing import NamedTuple
 
-from regrow.utils import end_text, ends_within, get_logger, reap, spawn_helper, start_thread
+from regrow.utils import end_text, ends_within, get_logger, reap, start_thread
 from regrow.workers.guardian import procfs
 from regrow.workers.guardian.events import (
     Exited,
@@ -36,14 +36,14 @@ from regrow.workers.guardian.events import (
     decode,
 )
 from regrow.workers.guardian.protocol import Decoder, encode
-
-#: Runs `process.main` as a module, so that its byte code is cached, but without `regrow` and its
-#: imports: a bare package that contains only the path of the files.
-BOOTSTRAP = (
-    "import sys;p=type(sys)('regrow_guardian');p.__path__=[sys.argv.pop()];"
-    "sys.modules[p.__name__]=p;from regrow_guardian.process import main;main()"
+from regrow.workers.guardian.starting import (
+    KILL_TIMEOUT_S,
+    is_standard,
+    start_process,
+    take_early,
 )
-#: The same for `template_process.main`, which returns in each worker that the template forks.
+
+#: As `BOOTSTRAP`, for `template_process.main`, which returns in each worker that is forked.
 TEMPLATE_BOOTSTRAP = (
     "import sys;p=type(sys)('regrow_guardian');p.__path__=[sys.argv.pop()];"
     "sys.modules[p.__name__]=p;from regrow_guardian.template_process import main;main()()"
@@ -84,7 +84,7 @@ class Guardian:
     def __init__(
         self,
         *,
-        kill_timeout: float = 5.0,
+        kill_timeout: float = KILL_TIMEOUT_S,
         on_lapse: Callable[[Lapsed], None] | None = None,
     ) -> None:
         self.on_template: Callable[[HelperChanged], None] = lambda changed: None
@@ -142,7 +142,7 @@ class Guardian:
                     f"a worker's argument or variable has a null byte: {os.fsdecode(word)!r}"
                 )
         # Without one of its own, a worker inherits the guardian's descriptors 0 to 2.
-        fds = {number: number for number in (0, 1, 2) if _is_standard(number)} | dict(setup.fds)
+        fds = {number: number for number in (0, 1, 2) if is_standard(number)} | dict(setup.fds)
         directory = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with self._lock:
@@ -337,14 +337,6 @@ def _lease_message(until: float | None) -> Message:
     return [b"lease", 0 if until is None else round(until * 1e9)]
 
 
-def _is_standard(fd: int) -> bool:
-    """Return whether 0, 1 or 2 is a standard stream; if it was closed, it may be a file of ours."""
-    try:
-        return os.get_inheritable(fd)
-    except OSError:
-        return False
-
-
 class _Process:
     """One guardian process, the socket to it, and the thread that receives from it.
 
@@ -371,14 +363,8 @@ class _Process:
         self._resumed_at = b"0"  # the latest SIGCONT that the guardian reported
         self._was_stopped = False  # up to that SIGCONT, which may have reached a running guardian
         self._closing = False
-        self._socket, theirs = socket.socketpair()
-        try:
-            self.pid = _start_process(theirs, kill_timeout)
-        except BaseException:
-            self._socket.close()
-            raise
-        finally:
-            theirs.close()
+        early = take_early() if kill_timeout == KILL_TIMEOUT_S else None
+        self.pid, self._socket = early or start_process(kill_timeout)
         self._pidfd = os.pidfd_open(self.pid)
         self._thread = start_thread(self._listen, "regrow-guardian")
 
@@ -464,22 +450,3 @@ class _Process:
             return os.waitid(os.P_PID, self.pid, os.WCONTINUED | os.WNOHANG) is not None
         except OSError:
             return False
-
-
-def _start_process(theirs: socket.socket, kill_timeout: float) -> int:
-    number = 3 if theirs.fileno() != 3 else 4  # a copy, because only the copy is inherited
-    return spawn_helper(
-        [
-            *("-I", "-S", "-c", BOOTSTRAP),
-            *(str(os.getpid()), str(number), str(round(kill_timeout * 1e9))),
-            os.path.dirname(os.path.abspath(__file__)),
-        ],
-        os.environ,
-        [
-            # First, because the socket itself is 0 or 1 if these descriptors were closed.
-            (os.POSIX_SPAWN_DUP2, theirs.fileno(), number),
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-            *([] if _is_standard(2) else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
-        ],
-    )

@@ -45,10 +45,10 @@ The parts:
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports `enum`
 import _socket
 import os
 import select
-import signal
 import sys
 from time import monotonic_ns
 

@@ -9,9 +9,9 @@ three facts to use a pid safely:
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports `enum`
 import os
 import select
-import signal
 from time import monotonic, sleep
 
 TYPE_CHECKING = False  # the guardian starts without `typing`

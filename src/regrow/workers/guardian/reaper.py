@@ -7,9 +7,8 @@ explains why no process escapes.
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports `enum`
 import os
-import signal
-from functools import partial
 from time import monotonic_ns
 
 from . import procfs
@@ -45,8 +44,8 @@ class Reaper:
         """Watch a worker that was started or adopted."""
         self._records.add(record)
         if record.exec_pipe >= 0:
-            self._poller.watch(record.exec_pipe, partial(self._on_exec, record))
-        self._poller.watch(record.pidfd, partial(self._on_exit, record))
+            self._poller.watch(record.exec_pipe, lambda: self._on_exec(record))
+        self._poller.watch(record.pidfd, lambda: self._on_exit(record))
 
     def signal(self, record: WorkerRecord, signum: int) -> None:
         """Signal a worker's process group, or the worker alone before it has a group."""
@@ -215,12 +214,15 @@ class Reaper:
         for pid in found:
             if pid not in record.relatives:
                 try:
-                    record.relatives[pid] = fd = os.pidfd_open(pid)
+                    self._watch_relative(record, pid)
                 except ProcessLookupError:
                     continue
-                self._poller.watch(fd, partial(self._on_relative_exit, record, pid))
             for signum in record.orphan_signals(pid):
                 procfs.send(record.relatives[pid], signum)
+
+    def _watch_relative(self, record: WorkerRecord, pid: int) -> None:
+        record.relatives[pid] = fd = os.pidfd_open(pid)
+        self._poller.watch(fd, lambda: self._on_relative_exit(record, pid))
 
     def _on_relative_exit(self, record: WorkerRecord, pid: int) -> None:
         self._poller.forget(record.relatives.pop(pid))

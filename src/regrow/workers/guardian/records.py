@@ -7,7 +7,7 @@ still ends at the same time.
 
 from __future__ import annotations
 
-import signal
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports `enum`
 
 TYPE_CHECKING = False  # the guardian starts without `typing`
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ through a pipe, as step, errno and file. The pipe closes by itself when the prog
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports `enum`
 import errno
 import fcntl
 import os
-import signal
 
 from . import procfs
 from .protocol import groups_of

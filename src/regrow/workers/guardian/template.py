@@ -16,9 +16,9 @@ loss of a template or a standby costs time, and nothing else.
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports `enum`
 import _socket
 import os
-import signal
 import sys
 from time import monotonic_ns
 
@@ -81,7 +81,7 @@ class Template:
         self._socket = ours
         self._wire = Wire(ours)
         self.ready = False
-        """Whether it has said that workers can start from it."""
+        """Whether it has reported that workers can start from it."""
         self.gone = False
         """Whether no worker starts from it any more."""
         self.deadline: int | None = None

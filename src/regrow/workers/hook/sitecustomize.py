@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _next = sys.excepthook
+_TEMPLATE = "/guardian/template_process.py"  # runs the program in the place of the interpreter
 _MOST = 256 * 1024  # characters of a text; the agent reads no file of more than 4 MiB
 
 
@@ -28,13 +29,29 @@ def _record(
     """Write the error file, unless the program has written it; then print the exception."""
     try:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        ends = issubclass(kind, Exception) and _is_worker()
+        ends = issubclass(kind, Exception) and _is_worker() and _ends_program(error)
         if ends and path and not os.path.lexists(path):
             _write(path, kind, error, traceback)
     except Exception:  # noqa: BLE001 - the exception itself is printed in any case
         return
     finally:
         _next(kind, error, traceback)
+
+
+def _ends_program(error: BaseException) -> bool:
+    """Return whether the interpreter reports the exception, because the program has ended by it.
+
+    A framework may report an exception that it handles. The program is then still on the stack, or
+    the call is on another thread. `regrow._uncaught` has the same rule.
+    """
+    import _thread
+
+    frame = sys._getframe()
+    while frame.f_back is not None and not frame.f_code.co_filename.endswith(_TEMPLATE):
+        frame = frame.f_back
+    is_main = _thread.get_native_id() == os.getpid()
+    is_last = getattr(sys, "last_exc", getattr(sys, "last_value", None)) is error
+    return is_main and is_last and frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
 def _write(

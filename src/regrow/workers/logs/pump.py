@@ -9,7 +9,8 @@ same position: the pipes and their content outlive the process.
 
 The follower shows output on the console (tee) and writes the files of filtered lines. It reads the
 stored output, and the pump never waits for the follower. A stream that is not redirected has no
-pipe: the worker inherits the agent's stream.
+pipe of the pump: the worker inherits the agent's stream, or its stderr goes there by the relay
+(`relay.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from typing import TYPE_CHECKING
 from regrow.utils import start_thread
 from regrow.workers.logs.follower import Follower, Source, console
 from regrow.workers.logs.lines import Lines, Sink
+from regrow.workers.logs.relay_process import KEPT
+from regrow.workers.logs.specs import keeps_stderr
 from regrow.workers.logs.stream import PIECE, PIPE_SIZE, Stream
 
 if TYPE_CHECKING:
+    from regrow.workers.logs.relay import KeptStream, StderrRelay
     from regrow.workers.logs.specs import LogsDest
 
 PAGE_SIZE = 4096
@@ -39,8 +43,6 @@ MOMENT_S = 0.1
 """Most seconds for which a console may delay the next attempt."""
 SLOW_FLUSH = 12
 """Factor between the wait for a slow console and the wait for a console that accepts nothing."""
-KEPT = 64 * 1024
-"""Bytes of a worker's stderr in which the cause of its failure is searched."""
 STUCK_S = 5.0
 """Seconds after the deadline of a stop in which a pump ends, unless its file system hangs."""
 
@@ -60,6 +62,8 @@ class LogPump:
             `dest.filtered_stdout`.
         stderr_filters: the same for stderr and `dest.filtered_stderr`.
         follower: shows the lines; None is the follower of the process, `console()`.
+        relay: keeps the end of each stderr that is not redirected, if `dest` asks for it; None: a
+            worker inherits such a stream.
 
     Raises:
         ValueError: a stream must be shown from a file that it is not written to.
@@ -75,6 +79,7 @@ class LogPump:
         stdout_filters: Sequence[str] | None = None,
         stderr_filters: Sequence[str] | None = None,
         follower: Follower | None = None,
+        relay: StderrRelay | None = None,
     ) -> None:
         self.unstored = 0
         """Number of bytes that no file stored."""
@@ -86,6 +91,8 @@ class LogPump:
         self._prefixes = {rank: f"[{name}{rank}]:" for rank in dest.stdouts} | dict(prefixes or {})
         self._streams: dict[tuple[int, int], Stream] = {}
         self._writers: dict[tuple[int, int], int] = {}  # the workers' ends, by rank and descriptor
+        self._relay = relay if keeps_stderr(dest) else None
+        self._kept: dict[int, KeptStream] = {}  # by rank
         self._sources: list[Source] = []
         self._copied: list[Source] = []
         self._reported: set[str] = set()
@@ -124,6 +131,8 @@ class LogPump:
         sink = self._console.output(name, number)
         copy = self._open_copy(filtered) if filters and filtered and tees else None
         for rank, path in paths.items():
+            if number == 2 and path in ("", os.devnull) and self._keep(rank, is_shown=not path):
+                continue
             if path == os.devnull:
                 self._writers[rank, number] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             if path in ("", os.devnull):
@@ -137,6 +146,13 @@ class LogPump:
             self._writers[rank, number] = stream.writer
             self._sources.append(source)
             self._copied += copies
+
+    def _keep(self, rank: int, *, is_shown: bool) -> bool:
+        """Let the relay keep the stderr of a worker; return whether it does."""
+        kept = self._relay.add(is_shown=is_shown) if self._relay is not None else None
+        if kept is not None:
+            self._kept[rank], self._writers[rank, 2] = kept, kept.writer
+        return kept is not None
 
     def _open_copy(self, path: str) -> Sink | None:
         try:
@@ -172,6 +188,8 @@ class LogPump:
 
     def start(self) -> None:
         """Start to store the workers' output; no effect after the first call."""
+        if self._relay is not None:
+            self._relay.start()
         with self._lock:
             if self._streams and self._thread is None:
                 self._thread = start_thread(self._run, "regrow-pump")
@@ -192,22 +210,25 @@ class LogPump:
             local_rank: the worker.
             timeout: seconds to wait, if a process holds the worker's streams open.
         """
+        until = monotonic() + timeout
         streams = [stream for (rank, _), stream in self._streams.items() if rank == local_rank]
         with self._stream_ended:
             self._stream_ended.wait_for(lambda: all(s.reader < 0 for s in streams), timeout)
+        if self._relay is not None and local_rank in self._kept:
+            self._relay.await_end(self._kept[local_rank], max(0.0, until - monotonic()))
 
     def last_stderr(self, local_rank: int, timeout: float) -> str:
-        """Return the last `KEPT` bytes of a worker's stderr; empty if they are not stored.
+        """Return the last `KEPT` bytes of a worker's stderr; empty if they are not kept.
 
         Args:
             local_rank: the worker, which has ended.
             timeout: seconds to wait for its output, if a process holds its streams open.
         """
-        stream = self._streams.get((local_rank, 2))
-        if stream is None:
-            return ""
         self.await_end(local_rank, timeout)
-        return _end_of(stream.path)
+        if self._relay is not None and local_rank in self._kept:
+            return self._relay.last(self._kept[local_rank])
+        stream = self._streams.get((local_rank, 2))
+        return _end_of(stream.path) if stream is not None else ""
 
     def stop(self, timeout: float = 5.0, *, flush: bool = True) -> None:
         """Store all output of the workers, and show it.
@@ -222,6 +243,7 @@ class LogPump:
                 in the files, and a note on the console reports this.
             flush: wait for the console as described. Otherwise wait `MOMENT_S`, which is enough for
                 a console without delay; a slower one continues on its own: see `Follower.flush`.
+                The relay continues in any case.
         """
         self.close_writers()
         self.start()  # the workers may have ended before another thread does it
@@ -240,6 +262,9 @@ class LogPump:
                 self._console.report_at_once(
                     f"the file system of {path} hangs; output may be missing there"
                 )
+        until = monotonic() + MOMENT_S
+        for rank in self._kept:
+            self.await_end(rank, max(0.0, until - monotonic()))
         stall = max(timeout, MIN_FLUSH_S)
         self._copier.flush(self._copied, stall, stall * SLOW_FLUSH)
         if flush:

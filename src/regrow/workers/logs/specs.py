@@ -94,6 +94,8 @@ class LogsDest:
     """Destination of the lines of all tee'd stdouts that pass the filters."""
     filtered_stderr: str = ""
     """Destination of the lines of all tee'd stderrs that pass the filters."""
+    keeps_stderr: bool = False
+    """Whether the end of each stderr that goes to the console or nowhere is kept (`relay.py`)."""
 
 
 def of_rank(dest: LogsDest, local_rank: int) -> LogsDest:
@@ -110,7 +112,13 @@ def of_rank(dest: LogsDest, local_rank: int) -> LogsDest:
         only(dest.error_files),
         dest.filtered_stdout,
         dest.filtered_stderr,
+        keeps_stderr(dest),
     )
+
+
+def keeps_stderr(dest: LogsDest) -> bool:
+    """Return `dest.keeps_stderr`, which the `LogsDest` of torch does not have."""
+    return bool(getattr(dest, "keeps_stderr", False))
 
 
 class LogsSpecs(ABC):
@@ -158,6 +166,9 @@ class DefaultLogsSpecs(LogsSpecs):
         redirects: streams that go to files instead of the console, for all or by local rank.
         tee: streams that go to files and the console, for all or by local rank.
         local_ranks_filter: the local ranks with output on the console; None for all.
+        keeps_stderr: whether an agent keeps the end of a program's stderr that is not redirected,
+            for the cause of a failure. The program then writes to a pipe, or to a terminal if
+            stderr is one, and not to the agent's stderr itself. `regrow run` sets it.
 
     Raises:
         NotADirectoryError: `log_dir` is a file.
@@ -170,6 +181,8 @@ class DefaultLogsSpecs(LogsSpecs):
         redirects: Std | dict[int, Std] = Std.NONE,
         tee: Std | dict[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
+        *,
+        keeps_stderr: bool = False,
     ) -> None:
         if not log_dir:
             log_dir = _new_directory(temporary_directory(), "torchelastic")
@@ -179,6 +192,7 @@ class DefaultLogsSpecs(LogsSpecs):
             with _creation_in(log_dir):
                 os.makedirs(log_dir, exist_ok=True)
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
+        self._keeps_stderr = keeps_stderr
         self._run_log_dir: str | None = None
         self._under_way = False
 
@@ -245,7 +259,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def _destinations(self, directory: str | None, envs: dict[int, dict[str, str]]) -> LogsDest:
         redirects, tees = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
-        dest = LogsDest()
+        dest = LogsDest(keeps_stderr=self._keeps_stderr)
         if directory is not None:
             dest.filtered_stdout = os.path.join(directory, "filtered_stdout.log")
             dest.filtered_stderr = os.path.join(directory, "filtered_stderr.log")
@@ -279,7 +293,8 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._key() == other._key()
 
     def _key(self) -> tuple[object, ...]:
-        return self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
+        common = self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
+        return *common, self._keeps_stderr
 
 
 def _attempt_directory(run: str, name: str, nprocs: int) -> str:

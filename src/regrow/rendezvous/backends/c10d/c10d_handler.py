@@ -54,9 +54,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         RendezvousError: there is no token.
         RendezvousConnectionError: the server cannot be started, or cannot be reached.
     """
-    from regrow.rendezvous.server.hosting import Tries, settle
-    from regrow.rendezvous.server.server_driver import ServerDriver
-    from regrow.store import StoreConnectionError, StoreTimeout
+    from regrow.rendezvous.node.handler import DynamicRendezvousHandler
 
     settings = read_settings(params)
     endpoints = parse_rendezvous_endpoints(params.endpoint, DEFAULT_PORT)
@@ -66,40 +64,24 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
                 f"the endpoint {params.endpoint!r} has port 0, so the other nodes cannot know the "
                 f"port; choose one, e.g. {host}:{DEFAULT_PORT}"
             )
-    host, port = endpoints[0]
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
-    shared = credentials(params, host)
+    shared = credentials(params, endpoints[0][0])
     ballots = _ballots(settings, shared, read_timeout)
-    is_host = params.get_as_bool("is_host")
-    if len(endpoints) > 1 and params.get_as_int("successors") != 0:
-        if is_host is not None:
-            raise ValueError(
-                f"--rdzv-conf is_host is for a single endpoint, and {params.endpoint} are several"
-            )
-        driver = _reach_one_of(endpoints, params, settings, shared, read_timeout, ballots)
-        return _new_handler(driver, params, settings, shared)
-    tries = Tries(host, is_host, read_timeout)
-    while True:
-        place = settle(host, port, *shared, is_host)
-        where = way_to(place, host, port, shared)
-        limit = tries.next(here=place.here)
-        try:
-            driver = ServerDriver(where, settings, limit, place.server)
-            break
-        except BaseException as error:
-            if place.server is not None:
-                place.server.close()
-            if not isinstance(error, RendezvousConnectionError):
-                raise
-            tried = isinstance(error.__cause__, StoreConnectionError | StoreTimeout)
-            if tries.last or not tried:
-                what = f"{error}{tries.before}"
-                raise RendezvousConnectionError(
-                    _advice(what, where.endpoint, place.here)
-                ) from error
-    if settings.successors:
-        _offer(driver, params, port, shared, ballots)
-    return _new_handler(driver, params, settings, shared)
+    if params.get_as_int("successors") == 0:
+        endpoints = endpoints[:1]
+    if len(endpoints) > 1 and params.get_as_bool("is_host") is not None:
+        raise ValueError(
+            f"--rdzv-conf is_host is for a single endpoint, and {params.endpoint} are several"
+        )
+    driver = _reach(endpoints, params, settings, shared, read_timeout, ballots)
+    return DynamicRendezvousHandler(
+        driver,
+        settings,
+        backend=params.backend,
+        local_addr=params.local_addr,
+        node_rank=wanted_rank(params),
+        credentials=shared,
+    )
 
 
 def _ballots(
@@ -126,25 +108,7 @@ def _ballots(
         ) from None
 
 
-def _new_handler(
-    driver: ServerDriver,
-    params: RendezvousParameters,
-    settings: RendezvousSettings,
-    shared: Credentials,
-) -> DynamicRendezvousHandler:
-    from regrow.rendezvous.node.handler import DynamicRendezvousHandler
-
-    return DynamicRendezvousHandler(
-        driver,
-        settings,
-        backend=params.backend,
-        local_addr=params.local_addr,
-        node_rank=wanted_rank(params),
-        credentials=shared,
-    )
-
-
-def _reach_one_of(
+def _reach(
     endpoints: Endpoints,
     params: RendezvousParameters,
     settings: RendezvousSettings,
@@ -152,92 +116,96 @@ def _reach_one_of(
     read_timeout: float,
     ballots: Ballots | None,
 ) -> ServerDriver:
-    """Serve one of several endpoints if it belongs to this host, and reach the first that answers.
+    """Serve an endpoint if it belongs to this host, and reach the server that runs the rounds.
 
     Raises:
-        RendezvousConnectionError: none answers, or this node has to serve and cannot.
+        RendezvousConnectionError: it cannot be reached, or this node has to serve and cannot.
     """
-    from regrow.rendezvous.server.hosting import Tries, settle_one_of
-    from regrow.rendezvous.server.server_driver import ServerDriver, Where
-    from regrow.store import endpoint_of
+    from regrow.rendezvous.server.hosting import MeetingPlace, Tries, settle, settle_one_of
+    from regrow.rendezvous.server.server_driver import ServerDriver
+    from regrow.store import StoreConnectionError, StoreTimeout, family_of
 
-    token, tls = shared
-    tries = Tries(endpoints[0][0], None, read_timeout)
-    able = tls is None or tls.certfile is not None
+    first, several = endpoints[0], len(endpoints) > 1
+    is_host = params.get_as_bool("is_host")
+    literal = all(family_of(host) is not None for host, _ in endpoints)
+    able = shared.tls is None or shared.tls.certfile is not None
+    tries = Tries(read_timeout)
     while True:
-        found = settle_one_of(endpoints, token, tls) if able else None
-        server, addr = (None, None) if found is None else (found[0].server, found[0].addr)
-        where = Where(endpoint_of(*endpoints[0]), token, tls, addr)
-        limit = tries.next(here=found is not None)
+        place, at = MeetingPlace(None, first[0], None, False), first
+        if not several:
+            place = settle(*first, *shared, is_host, look_up=tries.look_up)
+        elif able:
+            place, at = settle_one_of(endpoints, *shared, look_up=tries.look_up)
+        in_use = several and place.here and place.server is None
+        certain = not in_use and (place.here or literal or is_host is not None)
+        limit = tries.next(certain=certain)
+        where = way_to(place, *first, shared)
+        listed = endpoints if several else ()
+        driver: ServerDriver | None = None
         try:
-            driver = ServerDriver(where, settings, limit, server, listed=endpoints)
-            break
+            driver = ServerDriver(where, settings, limit, place.server, listed=listed)
+            if settings.successors or (several and place.server is not None):
+                _offer(driver, params, at, shared, ballots, several=several)
+            if several:
+                driver.find(limit)
+            return driver
         except BaseException as error:
-            if server is not None:
-                server.close()
+            if driver is not None:
+                driver.close(linger=False)
+            elif place.server is not None:
+                place.server.close()
             if not isinstance(error, RendezvousConnectionError):
                 raise
-            if tries.last:
-                raise _not_begun(error, params.endpoint, found) from error
-    if server is not None and found is not None:
-        _offer(driver, params, endpoints[found[1]][1], shared, ballots, endpoints[found[1]])
-    elif settings.successors:
-        _offer(driver, params, 0, shared, ballots)
-    try:
-        driver.find(read_timeout)
-    except BaseException as error:
-        driver.close(linger=False)
-        if not isinstance(error, RendezvousConnectionError):
-            raise
-        raise _not_begun(error, params.endpoint, found) from error
-    return driver
-
-
-def _not_begun(
-    error: RendezvousConnectionError, endpoints: str, found: tuple[MeetingPlace, int] | None
-) -> RendezvousConnectionError:
-    in_use = found is not None and found[0].server is None
-    here = " One of them is an address of this host, and another process listens there."
-    return RendezvousConnectionError(
-        f"no agent runs the rendezvous at {endpoints}: agents must run on most of these hosts, "
-        f"each with this list, and their ports must be reached from here."
-        f"{here if in_use else ''} The last attempt: {error}"
-    )
+            tried = isinstance(error.__cause__, StoreConnectionError | StoreTimeout)
+            if tries.last or not (several or tried):
+                what = f"{error}{tries.before}"
+                advice = (
+                    _advice_for_several(what, params.endpoint, in_use)
+                    if several
+                    else _advice(what, where.endpoint, place.here)
+                )
+                raise RendezvousConnectionError(advice) from error
 
 
 def _offer(
     driver: ServerDriver,
     params: RendezvousParameters,
-    port: int,
+    at: tuple[str, int],
     shared: Credentials,
     ballots: Ballots | None,
-    listed_as: tuple[str, int] | None = None,
+    *,
+    several: bool,
 ) -> None:
     """Let this node's agent take over as server, if it can serve.
 
     Args:
         driver: the driver of the node.
         params: the user's parameters.
-        port: the port of the server, if the driver has one already.
+        at: the endpoint that this node serves, if the driver has a server already.
         shared: token and certificates.
         ballots: returns the ballot of a witness from its id, if the job may have one.
-        listed_as: the endpoint that this node serves, if the user has listed several.
+        several: whether the user has listed several endpoints.
     """
     from regrow.rendezvous.server.hosting import serve_successor
     from regrow.store import endpoint_of, family_of, is_loopback
     from regrow.utils import PortReservation
 
+    listed = several and driver.server is not None
     host = params.local_addr or driver.local_addr
-    if listed_as is not None and family_of(listed_as[0]) is not None:
-        host = listed_as[0]  # the server listens only there
-    unreachable = params.local_addr is None and is_loopback(host) and not listed_as
+    if listed and family_of(at[0]) is not None:
+        host = at[0]  # the server listens only there
+    unreachable = params.local_addr is None and is_loopback(host) and not listed
     if unreachable or (shared.tls is not None and shared.tls.certfile is None):
         return  # the other nodes cannot reach it, or it has no certificate for them
     reserved = None if driver.server is not None else PortReservation()
-    at = port if reserved is None else reserved.port
-    endpoint = "" if listed_as is None else endpoint_of(*listed_as)
+    port = at[1] if reserved is None else reserved.port
     driver.may_take_over(
-        host, at, lambda: serve_successor(host, at, *shared), reserved, endpoint, ballots
+        host,
+        port,
+        lambda: serve_successor(host, port, *shared),
+        reserved,
+        endpoint_of(*at) if listed else "",
+        ballots,
     )
 
 
@@ -250,6 +218,15 @@ def way_to(place: MeetingPlace, host: str, port: int, shared: Credentials) -> Wh
     if tls is not None and place.reach != host:
         tls = replace(tls, server_hostname=host)
     return Where(endpoint_of(place.reach, port), token, tls, place.addr)
+
+
+def _advice_for_several(what: str, endpoints: str, in_use: bool) -> str:
+    here = " One of them is an address of this host, and another process listens there."
+    return (
+        f"no agent runs the rendezvous at {endpoints}: agents must run on most of these hosts, "
+        f"each with this list, and their ports must be reached from here."
+        f"{here if in_use else ''} The last attempt: {what}"
+    )
 
 
 def _advice(what: str, endpoint: str, here: bool) -> str:

@@ -52,7 +52,7 @@ from regrow.rendezvous.errors import (
 from regrow.rendezvous.peer.backend import LivenessRendezvousBackend, Token
 from regrow.rendezvous.protocol.document import unseal
 from regrow.rendezvous.protocol.state import watched
-from regrow.store import StoreError, is_loopback
+from regrow.store import StoreError, family_of, is_loopback
 from regrow.utils import LONGEST_S, Backoff, call_in_thread, get_logger, poll_until
 
 if TYPE_CHECKING:
@@ -251,10 +251,12 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
 
     timeout = min(timeout, LONGEST_S)
     is_host = params.get_as_bool("is_host")
-    tries, taken = Tries(host, is_host, timeout), ""
+    literal = family_of(host) is not None
+    tries, taken = Tries(timeout), ""
     while True:
-        here = find_own(host, port) is not None if is_host is None else is_host
-        hosts, limit = here and not taken, max(tries.next(here=here), _LEAST)
+        here = find_own(host, port, tries.look_up) is not None if is_host is None else is_host
+        certain = here or literal or is_host is not None
+        hosts, limit = here and not taken, max(tries.next(certain=certain), _LEAST)
         ends = time.monotonic() + limit
         try:
             if not hosts:

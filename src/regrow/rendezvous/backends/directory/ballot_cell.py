@@ -5,8 +5,10 @@
 
 A version is a file that is never written twice (`directory_cell.py`). It contains a code that only
 an agent with the job's token can compute, over the ballot and the number of the version. So no
-other process forges a ballot, or repeats an old one as a new version. A process that may delete
-files can end the votes of the witness, but can give none: an id of a witness is used once.
+other process forges a ballot, or repeats an old one as a new version. An id of a witness is used
+once, so a ballot that was deleted gives no vote any more. A process that deletes only the latest
+versions, or a file server that loses them, takes back what the witness has granted. Only the job's
+user may write to the folder, and each version is synced to the disk before it counts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from regrow.rendezvous.backends.directory.directory_backend import check_directory, make_folder
-from regrow.rendezvous.backends.directory.directory_cell import Cell, GarbledError, file_name
+from regrow.rendezvous.backends.directory.directory_cell import (
+    Cell,
+    GarbledError,
+    file_name,
+    refresh,
+)
 from regrow.rendezvous.errors import RendezvousError, RendezvousUsageError
 from regrow.rendezvous.protocol.witness import Ballot
 
@@ -70,6 +77,7 @@ class FileBallot:
 
     def __init__(self, folder: str, id: str, token: bytes) -> None:
         self._id, self._token = id.encode(), token
+        self._folder = folder
         self._path = os.path.join(folder, file_name(id))
         # The agent that has confirmed a change may lose its power at once.
         self._cell = Cell(self._path, os.path.join(folder, _DRAFTS), durable=True)
@@ -80,7 +88,7 @@ class FileBallot:
     def read(self) -> tuple[int, Ballot | None]:
         """See `BallotCell.read`."""
         try:
-            version, content = self._cell.read()
+            version, content = self._read()
         except FileNotFoundError:
             return 0, None
         except GarbledError as error:
@@ -95,12 +103,19 @@ class FileBallot:
         except msgspec.MsgspecError as error:
             raise ValueError(f"{self._path}/{version} is of another release: {error}") from error
 
+    def _read(self) -> tuple[int, bytes]:
+        try:
+            return self._cell.read()
+        except FileNotFoundError:
+            refresh(self._folder)  # until then, an NFS client may know the name as missing
+            return self._cell.read()
+
     def replace(self, version: int, ballot: Ballot, *, create: bool = False) -> bool:
         """See `BallotCell.replace`."""
-        if create:
+        if not version:
+            if not create:
+                return False
             Path(self._path).mkdir(0o700, exist_ok=True)
-        elif not version:
-            return False
         body = _encode(ballot)
         return self._cell.replace(version, self._code(version + 1, body) + body)
 

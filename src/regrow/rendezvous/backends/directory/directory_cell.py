@@ -271,7 +271,9 @@ class DirectoryCells:
         try:
             version, content = self._cell(name).read()
         except FileNotFoundError:
-            Path(self._keys).stat()  # raises if the directory of all keys is gone
+            # It raises if the directory of all keys is gone. Until then, an NFS client may know the
+            # name as missing.
+            refresh(self._keys)
             return Entry(None, 0)
         return Entry(content[1:] if content[:1] == _EXISTS else None, version)
 

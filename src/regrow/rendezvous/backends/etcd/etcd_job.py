@@ -6,7 +6,7 @@
     <etcd_prefix>/<run_id>/writers/...  the last write of each process
 
 All keys but those of the nodes are under one lease, the lease of the job. Its id is derived from
-the names, so no node has to ask for it. Every live node renews it. So whatever ends a job, its keys
+the names, so no node has to ask for it. Every live node renews it. So however a job ends, its keys
 are gone when the lease expires. Until then, a node that comes late reads in the document that the
 job is over.
 

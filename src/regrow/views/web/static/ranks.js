@@ -22,6 +22,7 @@ export function describe(rank, nodes) {
   if (rank.what) parts.push(rank.what);
   if (rank.step !== null) parts.push(`step ${number(rank.step)}`);
   if (rank.behind) parts.push(`${number(rank.behind)} behind`);
+  if (rank.phase) parts.push(`in the phase ${rank.phase}`);
   if (rank.pace !== null) parts.push(`${number(rank.pace)} steps/s`);
   if (rank.step_age_s !== null) parts.push(`last step ${duration(rank.step_age_s)} ago`);
   if (rank.replaced) parts.push(`replaced ${rank.replaced} times`);
@@ -32,9 +33,10 @@ export function describe(rank, nodes) {
 /** The map, with `update(job)` and the property `selected`. */
 export function rankMap(onSelect) {
   const grid = h("div", { class: "ranks", role: "group", "aria-label": "ranks" });
+  const others = h("div", { class: "dim", hidden: true });
   const about = h("p", { class: "dim", "aria-live": "off" });
   const legend = h("div", { class: "legend" }, KEYS.map(([name, text]) => h("span", {}, h("span", { class: `key ${name}` }), text)));
-  const section = h("section", { id: "ranks" }, h("h2", {}, "Ranks"), grid, about, legend);
+  const section = h("section", { id: "ranks" }, h("h2", {}, "Ranks"), grid, others, about, legend);
   let [cells, job] = [[], null];
   const map = { section, selected: null, update };
 
@@ -90,6 +92,9 @@ export function rankMap(onSelect) {
         cell.setAttribute("aria-label", text);
       }
     });
+    const left = (job.world_size ?? 0) - job.ranks.length;
+    others.hidden = left <= 0;
+    others.textContent = `Without ${number(left)} rank${left === 1 ? "" : "s"} of other hosts: start regrow web with their log directories or --rdzv-endpoint.`;
     show();
   }
   return map;

@@ -1,0 +1,208 @@
+"""Explanations of ends without a failed worker: a signal, a lost rendezvous, a lost server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from regrow.events import Failure, ServerEnd
+from regrow.events.evidence import Record, integer, real, text
+from regrow.explain import long_settings
+from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
+from regrow.explain.findings import begin_of, lease_over
+from regrow.explain.peers import last_steps, what_peers_did
+from regrow.explain.scene import Scene
+from regrow.explain.words import FROM_OUTSIDE, many_ranks, seconds
+
+_SHOWN_S = 0.0005
+_CAUSES = {"SIGNALED": "stop", "STOPPED": "stop", "ERROR": "node"}
+_LOST = "the rendezvous could not be reached any more"
+
+
+def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
+    """Yield the explanation of a run that a signal or an error ended; none for other ends.
+
+    Args:
+        scene: the run.
+        lost: the loss of the other nodes that led to the error, if there is one.
+    """
+    story = scene.story
+    if story.state not in ("SIGNALED", "STOPPED", "ERROR"):
+        return
+    finished = scene.named("job.finished")[-1]
+    ended = real(finished, "monotonic") or scene.ends_s
+    stopping = scene.first("job.stopping") or scene.first("stop.requested")
+    begun = real(stopping, "monotonic")
+    at = ended if begun is None else min(begun, ended)
+    if lost is not None and lost.at_s is not None:
+        at = begin_of(scene, lost) or 0.0
+        if at >= lost.at_s:
+            steps = [step for step in last_steps(scene, lost.attempt) if step < lost.at_s]
+            lease = real(scene.bounds, long_settings.LEASE) or 0.0
+            at = max(lost.at_s - lease, 0.0, *steps)
+    attempt = max(
+        (integer(e, "attempt") or 0 for e in scene.named("attempt.started")), default=None
+    )
+    timeline = tuple(_timeline(scene, at, ended, None if lost is None else lost.at_s))
+    since = scene.wall(at) if lost is None else None
+    buckets = {} if attempt is None else scene.lost_seconds(attempt, None, since)
+    size = scene.world_size(attempt)
+    spent = sum(buckets.values()) if buckets else None if size is None else (ended - at) * size
+    code = story.exit_code
+    again = scene.requeued_after_s
+    outcome = f"the job ended with exit code {code}" if code is not None else "the job ended"
+    if again is not None:
+        outcome += f"; it was started again {seconds(again)} later"
+    yield Explanation(
+        number=0,
+        run_id=story.run_id,
+        script=story.script,
+        run=scene.number,
+        attempt=attempt,
+        title=_title(scene, stopping),
+        cause=_CAUSES.get(story.state, "unknown"),
+        rung=None if again is None else 5,
+        outcome=outcome,
+        host=text(finished, "host"),
+        at_s=at,
+        time=scene.wall(at),
+        evidence=tuple(_evidence(scene, stopping, lost)),
+        peers=tuple(_steps(scene)) if lost is None else what_peers_did(scene, lost, lost.at_s),
+        action=tuple(_action(scene, stopping, attempt)),
+        refusals=_refusals(scene),
+        timeline=timeline,
+        cost=Cost(
+            seconds=timeline[-1].end_s if timeline else 0.0,
+            steps=None,
+            redone_s=None,
+            worker_seconds=spent,
+            buckets=buckets,
+            restarts=0,
+            restarts_left=integer(finished, "restarts_left"),
+        ),
+        long=long_settings.of_stop(scene, attempt, timeline),
+    )
+
+
+def _timeline(scene: Scene, at: float, ended: float, lost_at: float | None) -> Iterator[Phase]:
+    now = at
+    if lost_at is not None and lost_at - now >= _SHOWN_S:
+        yield Phase("silent", 0.0, lost_at - at, "no answer came; the lease ran out")
+        now = lost_at
+    if ended - now >= _SHOWN_S:
+        if lost_at is None:
+            yield Phase("stopping", now - at, ended - at, _how(scene.story.state))
+        else:
+            yield Phase("searching", now - at, ended - at, "the agent searched for the others")
+    if again := scene.requeued_after_s:
+        yield Phase("scheduler", ended - at, ended - at + again, "until the next run of the job")
+
+
+def _refusals(scene: Scene) -> tuple[Refusal, ...]:
+    if scene.story.state != "ERROR" or not scene.named("rendezvous.lost"):
+        return ()
+    known = any((integer(e, "may_lose") or 0) > 0 for e in scene.named("rendezvous.servers"))
+    needs = "" if known else "; that needs three hosts, or a witness (--rdzv-conf witness=DIR)"
+    return (
+        Refusal(3, "without a rendezvous no further round can be formed"),
+        Refusal(4, f"no other host took over the rendezvous{needs}"),
+    )
+
+
+def _how(state: str | None) -> str:
+    return "all ranks ended at one step" if state == "STOPPED" else "until all workers had ended"
+
+
+def _title(scene: Scene, stopping: Record) -> str:
+    story = scene.story
+    if story.state == "SIGNALED":
+        return f"the agent on host {text(stopping, 'host') or '?'} got {story.signal or 'a signal'}"
+    if story.state == "STOPPED":
+        return story.reason or "all ranks stopped at the same step"
+    lost = scene.first("rendezvous.lost")
+    return f"{_LOST}: {text(lost, 'why')}" if lost else f"an error ended the job: {story.reason}"
+
+
+def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[Fact]:
+    story = scene.story
+    if lost is not None:
+        if lost.is_host_lost:
+            yield Fact("first", lost.what)
+        yield from lease_over(scene, lost.attempt)
+    if story.signal:
+        yield Fact("signal", f"{story.signal} to the agent, for example by a scheduler or a person")
+    if why := text(stopping, "why"):
+        yield Fact("asked by", why)
+    if story.reason and story.state == "ERROR":
+        yield Fact("error", story.reason)
+    if (failed := scene.first("stop.failed")) and (reason := text(failed, "reason")):
+        yield Fact("no common step", reason)
+    if story.exit_code is not None:
+        yield Fact("exit", f"exit code {story.exit_code} of the agent")
+
+
+def _steps(scene: Scene) -> Iterator[str]:
+    if scene.story.last_step is not None:
+        yield f"the furthest rank had made step {scene.story.last_step}"
+
+
+def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str]:
+    if (decided := scene.first("stop.decided")) and scene.story.state == "STOPPED":
+        yield f"all ranks stopped at call {integer(decided, 'call')} of regrow.should_stop()"
+    elif scene.story.state == "SIGNALED":
+        yield f"sent {scene.story.signal} to the workers, and waited for them to end"
+    else:
+        yield "stopped the workers, and ended the job"
+    grace = real(scene.settings, "shutdown_timeout")
+    if scene.story.state == "SIGNALED" and grace is not None:
+        killed, _ = scene.overdue(attempt)
+        if killed:
+            yield f"killed {many_ranks(killed)} after --shutdown-timeout ({grace:g} s)"
+        else:
+            yield f"after --shutdown-timeout ({grace:g} s) it would have killed them"
+
+
+def explain_server_end(scene: Scene, end: ServerEnd) -> Explanation:
+    """Explain the end of the store server's process."""
+    after = end.restarted_after_s
+    where = f" on host {end.host}" if end.host else ""
+    timeline = () if after is None else (Phase("server", 0.0, after, "another server started"),)
+    ended = [
+        each
+        for each in scene.named("attempt.ended")
+        if end.at_s is not None
+        and 0 <= (real(each, "monotonic") or 0.0) - end.at_s < (after or 0.0)
+    ]
+    lost = scene.first("rendezvous.lost")
+    return Explanation(
+        number=0,
+        run_id=scene.story.run_id,
+        script=scene.story.script,
+        run=scene.number,
+        attempt=None,
+        title=f"the store server{where} (pid {end.pid}) {end.how}",
+        cause="server",
+        rung=None,
+        outcome="no other server took over" if after is None else "the workers ran on",
+        host=end.host,
+        pid=end.pid,
+        at_s=end.at_s,
+        time=scene.wall(end.at_s),
+        evidence=(
+            Fact("exit", end.how.removeprefix("was ")),
+            *(Fact("sent by", by) for name, by in FROM_OUTSIDE.items() if end.how.endswith(name)),
+            *([Fact("no other server", end.reason)] if end.reason else []),
+            *([Fact("as a result", text(lost, "why") or "?")] if lost and after is None else []),
+        ),
+        peers=() if ended else ("the workers need this server only to form a round",),
+        action=()
+        if after is None
+        else (f"another server took over after {seconds(after)}", "it spent no restart"),
+        timeline=timeline,
+        cost=Cost(
+            seconds=None if after is None else 0.0,
+            steps=None if after is None else 0,
+            redone_s=None if after is None else 0.0,
+            worker_seconds=None if after is None else 0.0,
+            restarts=0,
+        ),
+    )

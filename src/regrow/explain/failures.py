@@ -1,0 +1,260 @@
+"""Explanations of what ended an attempt: a failed worker, a lost host, a change of membership."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from regrow.events import Failure, PlannedRestart
+from regrow.events.evidence import integer, real, text
+from regrow.explain import ladder, long_settings
+from regrow.explain.explanation import Cost, Explanation, Fact, Phase
+from regrow.explain.findings import begin_of, cause_of, event_of, evidence_of, title_of
+from regrow.explain.peers import what_peers_did
+from regrow.explain.scene import Scene
+from regrow.explain.words import count, seconds
+
+_SHOWN_S = 0.0005
+_MOST_HOSTS = 8
+_NO_FAILURE = Fact("failure", "none: no worker failed, and no host was lost")
+
+
+def explain_failure(scene: Scene, failure: Failure) -> Explanation:
+    """Explain the failure that ended an attempt."""
+    event = event_of(scene, failure)
+    begin = begin_of(scene, failure)
+    timeline = tuple(_timeline(scene, failure, begin, exited=real(event, "exited_monotonic")))
+    cost = _cost(scene, failure, timeline)
+    rung = _rung(scene, failure)
+    return Explanation(
+        number=0,
+        run_id=scene.story.run_id,
+        script=scene.story.script,
+        run=scene.number,
+        attempt=failure.attempt,
+        title=title_of(failure),
+        cause=cause_of(failure, event),
+        rung=rung,
+        outcome=_outcome(scene, failure, rung),
+        rank=failure.rank,
+        host=failure.host,
+        pid=failure.pid,
+        at_s=begin,
+        time=scene.wall(begin),
+        injected=text(event, "injected"),
+        evidence=tuple(evidence_of(scene, failure, event, begin)),
+        peers=what_peers_did(scene, failure, begin),
+        action=tuple(_action(scene, failure)),
+        refusals=ladder.refusals(scene, failure, event, rung),
+        timeline=timeline,
+        cost=cost,
+        long=long_settings.of_failure(scene, failure, timeline),
+    )
+
+
+def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
+    """Explain a restart without a failure: hosts joined, or left with notice."""
+    timeline = tuple(_timeline(scene, change, change.at_s))
+    return Explanation(
+        number=0,
+        run_id=scene.story.run_id,
+        script=scene.story.script,
+        run=scene.number,
+        attempt=change.attempt,
+        title=f"{_joined(change)} joined" if change.joined else change.reason,
+        cause="membership",
+        rung=4,
+        outcome=_went_on(change),
+        at_s=change.at_s,
+        time=scene.wall(change.at_s),
+        evidence=(Fact("reason", change.reason) if change.joined else _NO_FAILURE,),
+        action=(
+            _workers_after(scene, change, "the workers"),
+            "it spent no restart of --max-restarts",
+        ),
+        timeline=timeline,
+        cost=_cost(scene, change, timeline),
+        long=long_settings.of_change(scene, change, timeline),
+    )
+
+
+# --- what regrow did
+
+
+def _rung(scene: Scene, failure: Failure) -> int | None:
+    if failure.restarted_attempt is None:
+        return 5 if scene.requeued_after_s is not None else None
+    return 4 if failure.is_host_lost or failure.lost_nodes else 3
+
+
+def _went_on(cost: Failure | PlannedRestart) -> str:
+    if cost.first_step is not None and cost.first_step.attempt == cost.restarted_attempt:
+        return (
+            f"training went on with step {cost.first_step.step} in attempt {cost.restarted_attempt}"
+        )
+    again = "went on" if cost.kept_workers else "were started again"
+    return f"the workers {again}, in attempt {cost.restarted_attempt}"
+
+
+def _outcome(scene: Scene, failure: Failure, rung: int | None) -> str:
+    story = scene.story
+    if failure.restarted_attempt is not None:
+        return _went_on(failure)
+    if scene.requeued_after_s is not None:
+        return f"the job ended; it was started again {seconds(scene.requeued_after_s)} later"
+    if story.state is None:
+        return "unknown: the log ends here"
+    code = f" with exit code {story.exit_code}" if story.exit_code is not None else ""
+    return f"the job ended{code}: {ladder.why_not_restarted(scene)}"
+
+
+def _action(scene: Scene, failure: Failure) -> Iterator[str]:
+    if failure.restarted_attempt is None:
+        yield (
+            "stopped all workers and ended the job"
+            if scene.story.state
+            else "unknown: the log ends before"
+        )
+        return
+    yield _workers_after(scene, failure, "the other workers")
+    server = scene.new_server(failure.attempt, failure.restarted_attempt)
+    if server is not None:
+        yield f"host {server} took over the server of the rendezvous"
+    if failure.joined:
+        yield f"joined: {_joined(failure)}"
+    step = failure.first_step
+    if step is not None and step.attempt != failure.restarted_attempt:
+        yield f"attempt {failure.restarted_attempt} failed too; attempt {step.attempt} made steps"
+    left = _restarts_left(scene, failure.attempt, charged=not failure.is_host_lost)
+    if failure.is_host_lost:
+        yield "it spent no restart of --max-restarts"
+    elif left is not None:
+        most = scene.story.max_restarts
+        of = f" of --max-restarts {most}" if most is not None else ""
+        yield f"it spent one restart{of}; {left or 'none'} left"
+
+
+def _workers_after(scene: Scene, ended: Failure | PlannedRestart, stopped: str) -> str:
+    """Return how the workers of the next attempt began.
+
+    Args:
+        scene: the run.
+        ended: the end of the attempt before.
+        stopped: which workers were stopped for it, unless they went on in their processes.
+    """
+    workers, kept = ended.restarted_workers, ended.kept_workers
+    before = scene.world_size(ended.attempt)
+    changed = f" (before: {before})" if before and workers and before != workers else ""
+    if kept:
+        new = (workers or kept) - kept
+        started = ""
+        if new > 0 and kept + new <= scene.workers:
+            started = f", and {count(new, 'new one')} {'was' if new == 1 else 'were'} started"
+        return f"{count(kept, 'worker')} went on in the same processes{started}{changed}"
+    forked = ended.forked_workers
+    how = f", {forked} of them forked from the template of --preload" if forked else ""
+    new_ones = count(workers, "worker") if workers else "the workers"
+    return f"stopped {stopped}, and started {new_ones} again{changed}{how}"
+
+
+# --- when, and what it cost
+
+
+def _timeline(
+    scene: Scene,
+    ended: Failure | PlannedRestart,
+    begin: float | None,
+    exited: float | None = None,
+) -> Iterator[Phase]:
+    """Yield the phases; times that are not known merge a phase with the next one."""
+    if begin is None or ended.at_s is None:
+        return
+    number, following = ended.attempt, ended.restarted_attempt
+    at = ended.at_s
+    detected = getattr(ended, "detected_after_s", None)
+    pause = ended.backoff_s
+    restarting = scene.last_time("job.restarting", number)
+    first = None
+    if ended.first_step is not None and ended.first_step.attempt == following:
+        first = ended.first_step_after_s
+    marks: list[tuple[str, float | None, str]] = []
+    if begin < at:
+        silent = "no new step; the loss was not known yet"
+        is_lost = isinstance(ended, Failure) and ended.is_host_lost
+        marks.append(("silent", at, silent if is_lost else "no sign of life; regrow waited"))
+    if exited is not None and begin == at:
+        marks.append(("ending", exited, "the failed process ended"))
+    marks.append(("detection", None if detected is None else at + detected, "until regrow knew"))
+    kept = ended.kept_workers
+    stopping = "the workers left their round" if kept else "workers were stopped"
+    marks.append(("stopping", scene.last_time("attempt.ended", number), stopping))
+    if following is not None:
+        if pause is not None and restarting is not None:
+            marks.append(("pause", restarting + pause, "a pause after short attempts"))
+        met = scene.last_time("rendezvous.completed", following)
+        marks.append(("rendezvous", met, "the next round was formed"))
+        started = None if ended.restarted_after_s is None else at + ended.restarted_after_s
+        begun = "workers went on, or were started" if kept else "new processes were started"
+        marks.append(("processes", started, begun))
+        loading = "loading, the first step" if kept else "imports, loading, the first step"
+        marks.append(("startup", None if first is None else at + first, loading))
+        redo = ended.work_lost_s
+        if first is not None and redo and ended.work_lost:
+            again = f"{count(ended.work_lost, 'step')} done again"
+            marks.append(("redoing", at + first + redo, again))
+    elif scene.requeued_after_s is not None:
+        marks.append(("ending job", scene.ends_s, "until the end of the agent"))
+        later = scene.ends_s + scene.requeued_after_s
+        marks.append(("scheduler", later, "until the next run of the job"))
+    now = begin
+    for name, until, meaning in marks:
+        if until is not None and until - now >= _SHOWN_S:
+            yield Phase(name, now - begin, until - begin, meaning)
+            now = until
+
+
+def _cost(scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase]) -> Cost:
+    following = ended.restarted_attempt
+    inside = any(each.attempt == ended.attempt for each in scene.story.in_place)
+    buckets = scene.lost_seconds(
+        ended.attempt, following, scene.wall(ended.at_s) if inside else None
+    )
+    went_on = ended.first_step is not None or following is None
+    spends = isinstance(ended, Failure) and not ended.is_host_lost and following is not None
+    return Cost(
+        seconds=timeline[-1].end_s if timeline else None,
+        steps=ended.work_lost,
+        redone_s=ended.work_lost_s,
+        worker_seconds=sum(buckets.values()) if buckets else None,
+        buckets=buckets,
+        restarts=1 if spends else 0,
+        restarts_left=_restarts_left(scene, ended.attempt, charged=bool(spends)),
+        why_unknown="" if went_on else _why_unknown(scene),
+        workers=scene.workers,
+        all_workers=scene.world_size(ended.attempt),
+    )
+
+
+def _why_unknown(scene: Scene) -> str:
+    if not scene.story.reports_steps:
+        return "the script does not call regrow.step"
+    return "no later step is recorded"
+
+
+def _joined(cost: Failure | PlannedRestart) -> str:
+    """Return the hosts that joined."""
+    more = len(cost.joined) - _MOST_HOSTS
+    hosts = ", ".join(f"host {host}" for host in cost.joined[:_MOST_HOSTS])
+    return f"{hosts} and {more} more" if more > 0 else hosts
+
+
+def _restarts_left(scene: Scene, attempt: int, *, charged: bool) -> int | None:
+    """Return how many restarts were left after the end of an attempt.
+
+    A node that only learned of a charged failure has not counted it yet when it restarts.
+    """
+    found = []
+    for event in scene.named("job.restarting", attempt):
+        if (left := integer(event, "restarts_left")) is not None:
+            counted = not charged or text(event, "reason") == "worker failure"
+            found.append(max(left if counted else left - 1, 0))
+    return min(found, default=None)

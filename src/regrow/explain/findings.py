@@ -1,0 +1,195 @@
+"""What failed first in an attempt, since when, and the evidence for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from regrow.events import Failure
+from regrow.events.evidence import Record, integer, one_line, real, short_scope, text
+from regrow.explain import long_settings
+from regrow.explain.explanation import Fact
+from regrow.explain.peers import HUNG, NOTICED, last_step_of, last_steps, phase_of
+from regrow.explain.scene import Scene
+from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
+from regrow.utils import shortened
+
+
+def event_of(scene: Scene, failure: Failure) -> Record:
+    """Return the event of the failed worker; an empty one if no worker failed first."""
+    same = [
+        event
+        for event in scene.named("worker.failed", failure.attempt)
+        if (integer(event, "rank"), text(event, "host"), integer(event, "pid"))
+        == (failure.rank, failure.host, failure.pid)
+    ]
+    return same[0] if same and failure.pid is not None else {}
+
+
+def title_of(failure: Failure) -> str:
+    """Return what failed first, in one line."""
+    if failure.is_host_lost:
+        return failure.what
+    who = worker(failure.rank, failure.host, failure.pid)
+    if failure.rank is None and failure.pid is None:
+        who = f"host {failure.host}:" if failure.host else "the attempt:"
+    if (timer := failure.timer) is not None:
+        if timer.heartbeat:
+            silent = (timer.after_s or 0.0) + (timer.over_s or 0.0)
+            return f"{who} hung: no heartbeat for {seconds(silent)}"
+        scope = short_scope(timer.scope)
+        return f"{who} hung: it exceeded its timer {scope!r} of {seconds(timer.after_s)}"
+    return f"{who} {failure.what}"
+
+
+def cause_of(failure: Failure, event: Record) -> str:
+    """Return the kind of a failure; see `Explanation.cause`."""
+    if failure.is_host_lost:
+        return "node"
+    if failure.timer is not None:
+        return "heartbeat" if failure.timer.heartbeat else "hang"
+    if failure.signal is not None:
+        return "signal"
+    if text(event, "traceback"):
+        return "exception"
+    return "exit" if failure.exit_code is not None else "unknown"
+
+
+def evidence_of(
+    scene: Scene, failure: Failure, event: Record, begin: float | None
+) -> Iterator[Fact]:
+    """Yield what shows the cause, the most important first.
+
+    Args:
+        scene: the run.
+        failure: the failure.
+        event: the event of the failed worker.
+        begin: when it began.
+    """
+    timer = failure.timer
+    since = HUNG if timer is not None else "the failure"
+    if timer is not None:
+        yield Fact("where it was", timer.stood)
+    if injected := text(event, "injected"):
+        yield Fact("injected", f"by --chaos: {injected}")
+    if failure.signal is not None and timer is None:
+        yield Fact("exit", f"killed by {failure.signal}")
+    elif failure.signal is not None:
+        yield Fact("exit", f"regrow ended it with {failure.signal}, because it hung")
+    elif failure.exit_code is not None:
+        yield Fact("exit", f"exit code {failure.exit_code}")
+    yield from _message(scene, event, failure)
+    for each in scene.named("worker.suspended", failure.attempt):
+        if integer(each, "pid") == failure.pid:
+            when = relative(real(each, "monotonic"), failure.at_s, "regrow noticed it")
+            yield Fact("suspended", f"by {text(each, 'signal')}, {when}")
+    step, at = last_step_of(scene, failure.attempt, failure.rank)
+    if step is not None:
+        yield Fact("last step", f"step {step}, {relative(at, begin, since)}".rstrip(", "))
+    elif failure.pid is not None and scene.story.reports_steps and not failure.elsewhere:
+        yield Fact("last step", "none: the process failed before its first step")
+    if phase := phase_of(scene, failure.attempt, failure.rank):
+        yield Fact("was in", f"phase {phase}")
+    if timer is not None and timer.stacks:
+        yield Fact("all stacks", timer.stacks)
+    yield from _of_predecessor(scene, event, begin)
+    if failure.error_file:
+        yield Fact("error file", failure.error_file)
+    if log_file := scene.log_file(failure.rank, failure.attempt):
+        yield Fact("log file", log_file)
+    if failure.elsewhere and not failure.is_host_lost:
+        yield Fact("seen from", "another host: this log has only the report of the failure")
+    if failure.noticed_late:
+        yield Fact("noticed late", "the guardian of the workers was paused; the time is unknown")
+    for node in failure.lost_nodes:
+        yield Fact("also lost", f"host {node.host}: {node.why}")
+    if failure.is_host_lost:
+        yield from _of_node(scene, failure)
+    again = _same_before(scene, failure)
+    if again:
+        yield Fact("seen before", f"the same failure ended attempt{again}")
+
+
+def _message(scene: Scene, event: Record, failure: Failure) -> Iterator[Fact]:
+    traceback = text(event, "traceback")
+    if traceback is not None and failure.timer is not None:
+        lines = traceback.splitlines()[1:]
+        ends = [n for n, line in enumerate(lines) if line.startswith(("Stacks of", "Workers of"))]
+        stack = lines[: min(ends, default=len(lines))]
+        if stack:
+            yield Fact("stack", "", shortened("\n".join(stack)))
+    elif traceback is not None:
+        yield Fact("traceback", "", shortened(traceback))
+    elif not (text(event, "message") or "<N/A>").startswith(("<N/A>", "Signal ", "exit")):
+        yield Fact("message", one_line(text(event, "message") or ""))
+    elif ended_by_lease(scene, failure):
+        yield from lease_over(scene, failure.attempt)
+    elif failure.signal in FROM_OUTSIDE:
+        yield Fact("sent by", FROM_OUTSIDE[failure.signal])
+    elif failure.exit_code:
+        yield Fact("exception", "none is recorded, and no known message of a crash")
+
+
+def _of_predecessor(scene: Scene, event: Record, begin: float | None) -> Iterator[Fact]:
+    """Yield how the process ended whose place the failed one had taken."""
+    before = (integer(event, "incarnation") or 0) - 1
+    for ended in scene.named("worker.vacated", integer(event, "attempt")):
+        same = integer(ended, "rank") == integer(event, "rank")
+        if before >= 0 and same and integer(ended, "incarnation") == before:
+            when = relative(real(ended, "ended_monotonic"), begin)
+            how = f"pid {integer(ended, 'pid')}, which ended {text(ended, 'how') or '?'} {when}"
+            yield Fact("it replaced", f"{how}; that spent a restart, too")
+
+
+def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
+    host = scene.lost_host(failure.attempt)
+    names = ("round.ended", "round.judged")
+    overs = [event for name in names for event in scene.named(name, failure.attempt)]
+    told = ", ".join(sorted({f"host {text(event, 'host') or '?'}" for event in overs}))
+    yield Fact("reported by", f"the rendezvous, to {told}" if told else "unknown")
+    own = [at for e in scene.events if text(e, "host") == host and (at := real(e, "monotonic"))]
+    before = [at for at in own if failure.at_s is None or at <= failure.at_s]
+    if before:
+        yield Fact("its last event", relative(before[-1], failure.at_s, NOTICED))
+    if ranks := scene.ranks_of(host, failure.attempt):
+        yield Fact("lost with it", many_ranks(ranks))
+    yield from lease_over(scene, failure.attempt)
+
+
+def ended_by_lease(scene: Scene, failure: Failure) -> bool:
+    """Return whether the guardian killed a worker because the lease of its host had ended."""
+    hosts = {text(event, "host") for event in scene.named("lease.over", failure.attempt)}
+    return failure.signal == "SIGKILL" and failure.host in hosts
+
+
+def lease_over(scene: Scene, attempt: int) -> Iterator[Fact]:
+    """Yield on which hosts the guardian killed the workers, because their lease had ended."""
+    for event in scene.named("lease.over", attempt):
+        killed = count(integer(event, "workers"), "worker")
+        where = f"host {text(event, 'host')}"
+        yield Fact("lease over", f"{where} was cut off, and its guardian killed {killed}")
+
+
+def _same_before(scene: Scene, failure: Failure) -> str:
+    same = list(map(str, scene.failed_before(failure.what, failure.attempt)))
+    if not same:
+        return ""
+    return f" {same[0]}" if len(same) == 1 else f"s {', '.join(same)}"
+
+
+def begin_of(scene: Scene, failure: Failure) -> float | None:
+    """Return when it began: if a worker hung or a host is silent, its last sign of life."""
+    timer, at = failure.timer, failure.at_s
+    if failure.is_host_lost and at is not None:
+        longest = long_settings.silence_of_host(scene, failure)
+        steps = [s for s in last_steps(scene, failure.attempt) if at - longest <= s <= at]
+        return max(steps, default=at - long_settings.silence_of_host(scene, failure, least=True))
+    if timer is None or at is None or timer.after_s is None:
+        return at
+    _, last_step = last_step_of(scene, failure.attempt, failure.rank)
+    signs = [at - timer.after_s, last_step, *_suspended(scene, failure)]
+    return max(sign for sign in signs if sign is not None and sign <= at)
+
+
+def _suspended(scene: Scene, failure: Failure) -> list[float | None]:
+    found = scene.named("worker.suspended", failure.attempt)
+    return [real(each, "monotonic") for each in found if integer(each, "pid") == failure.pid]

@@ -1,0 +1,390 @@
+"""Explanations of in-process restarts: the workers' function was called again."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Set
+from itertools import zip_longest
+from typing import NamedTuple
+
+from regrow._accounts import REPEATED, REPEATED_STEPS, STEPS
+from regrow.events import InProcessRestart, Replacement
+from regrow.events.evidence import Record, integer, real, signal_name, text
+from regrow.explain import ladder, long_settings
+from regrow.explain.explanation import Cost, Explanation, Fact, Phase
+from regrow.explain.peers import last_step_of
+from regrow.explain.scene import Scene
+from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
+from regrow.utils import shortened
+
+_KINDS = {
+    "EXCEPTION": "raised an exception",
+    "BASE_EXCEPTION": "left the function",
+    "SOFT_TIMEOUT": "hung",
+    "HARD_TIMEOUT": "hung and was killed",
+    "TERMINATED": "ended",
+    "UNRESPONSIVE": "sent nothing for too long",
+}
+_CAUSES = {
+    "EXCEPTION": "exception",
+    "BASE_EXCEPTION": "exception",
+    "SOFT_TIMEOUT": "hang",
+    "HARD_TIMEOUT": "hang",
+    "UNRESPONSIVE": "hang",
+    "TERMINATED": "exit",
+}
+_SHOWN_S = 0.0005
+_MOST_RANKS = 1 << 16
+_PHASES = {
+    "detected": ("detection", "until the fault was noticed"),
+    "notified": ("notification", "until the other ranks knew"),
+    "aborted": ("abort", "the process groups were aborted"),
+    "finalized": ("finalize", "the plug-in finalize ran"),
+    "checked": ("health check", "the plug-in health_check ran"),
+    "met": ("barrier", "the ranks waited for each other"),
+    "called": ("call", "until the function was called again"),
+}
+
+
+def explain_in_process(scene: Scene) -> Iterator[Explanation]:
+    """Yield an explanation of each in-process restart, in order of time."""
+    restarts, recorded = scene.story.in_place, _Recorded(scene)
+    ends = {attempt: _end_of_attempt(scene, attempt) for attempt in {r.attempt for r in restarts}}
+    gone: dict[int, set[int]] = {}  # by attempt, the ranks that were lost up to now
+    for restart, later in zip_longest(restarts, restarts[1:]):
+        after = None
+        if later is not None and later.attempt == restart.attempt:
+            after = integer(recorded.event_of(later), "repeated_steps")
+        lost = gone.setdefault(restart.attempt, set())
+        lost.update(restart.lost)
+        yield _explained(scene, restart, recorded, ends[restart.attempt], after, lost)
+
+
+class _Recorded:
+    """The events of restarts, and of the exceptions that caused them.
+
+    Several calls in one process have the same iterations. Of the events with the same numbers, that
+    of a restart is the nearest in time.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self._events: defaultdict[object, list[tuple[float, Record]]] = defaultdict(list)
+        self._tracebacks: defaultdict[object, list[tuple[float, str]]] = defaultdict(list)
+        for event in scene.named("inprocess.restarted"):
+            number = integer(event, "attempt"), integer(event, "iteration")
+            self._events[number].append((real(event, "monotonic") or 0.0, event))
+        shown: dict[object, str] = {}  # the last traceback of each rank
+        for event in scene.named("inprocess.raised"):
+            rank = integer(event, "attempt"), integer(event, "rank")
+            if isinstance(traceback := event.get("traceback"), str):
+                shown[rank] = traceback  # else it is that of the event before
+            found = real(event, "monotonic") or 0.0, shown.get(rank, "")
+            self._tracebacks[*rank, integer(event, "iteration")].append(found)
+
+    def event_of(self, restart: InProcessRestart) -> Record:
+        """Return the event of a restart."""
+        ends = (restart.at_s or 0.0) + max((after for _, after in restart.phases), default=0.0)
+        same = self._events[restart.attempt, restart.iteration]
+        return min(same, key=lambda each: abs(each[0] - ends), default=(0.0, {}))[1]
+
+    def traceback_of(self, restart: InProcessRestart) -> str:
+        """Return the traceback of the exception that caused a restart; empty if there is none."""
+        same = self._tracebacks[restart.attempt, restart.rank, restart.iteration - 1]
+        near = [(abs(at - (restart.at_s or 0.0)), traceback) for at, traceback in same]
+        return min([each for each in near if each[0] < _NEAR_S], default=(0.0, ""))[1]
+
+
+class _AttemptEnd(NamedTuple):
+    """What the accounts of an attempt say at its end."""
+
+    repeated_steps: int | None
+    """How many steps a worker has done again, at most."""
+    pace_s: float | None
+    """Mean seconds of a step."""
+
+
+def _explained(
+    scene: Scene,
+    restart: InProcessRestart,
+    recorded: _Recorded,
+    end: _AttemptEnd,
+    after: int | None,
+    lost: Set[int],
+) -> Explanation:
+    """Explain a restart.
+
+    Args:
+        scene: the run.
+        restart: the restart.
+        recorded: the events of all restarts.
+        end: the end of its attempt.
+        after: number of repeated steps at the next restart of the attempt; None: there is none.
+        lost: the ranks that were lost up to this restart.
+    """
+    event = recorded.event_of(restart)
+    kind, message = text(event, "kind") or "", text(event, "message") or ""
+    ended = _end_of(scene, restart, kind)
+    silent = _silent_s(kind, message)
+    timeline = tuple(_timeline(restart, silent))
+    begin = None if restart.at_s is None else restart.at_s - silent
+    steps = _redone(scene, event, end.repeated_steps if after is None else after)
+    size = restart.world_size or scene.world_size(restart.attempt)
+    lasted = timeline[-1].end_s if timeline else None
+    redone_s = 0.0 if steps == 0 else None
+    if steps and end.pace_s is not None:
+        redone_s = steps * end.pace_s
+    whole = None if lasted is None else lasted + (redone_s or 0.0)
+    if redone_s and lasted is not None and steps:
+        again = f"{count(steps, 'step')} done again"
+        timeline = (*timeline, Phase("redoing", lasted, lasted + redone_s, again))
+    host, pid = _process(scene, restart, ended)
+    cause = _CAUSES.get(kind, "unknown")
+    if kind == "TERMINATED" and _signal(ended):
+        cause = "signal"
+    return Explanation(
+        number=0,
+        run_id=scene.story.run_id,
+        script=scene.story.script,
+        run=scene.number,
+        attempt=restart.attempt,
+        iteration=restart.iteration,
+        title=f"{worker(restart.rank, host, pid)} {_what(kind, message, ended)}",
+        cause=cause,
+        rung=2 if restart.replaced else 1,
+        outcome=f"the function was called again (iteration {restart.iteration})"
+        + (f" on {count(restart.world_size, 'rank')}" if restart.world_size is not None else ""),
+        rank=restart.rank,
+        host=host,
+        pid=pid,
+        at_s=begin,
+        time=scene.wall(begin),
+        injected=text(event, "injected") or text(ended, "injected"),
+        evidence=tuple(_evidence(scene, restart, recorded, ended)),
+        peers=tuple(_peers(scene, restart, event, lost)),
+        action=tuple(_action(restart)),
+        refusals=ladder.refusals_in_process(scene, restart),
+        timeline=timeline,
+        cost=Cost(
+            seconds=whole,
+            steps=steps,
+            redone_s=redone_s,
+            worker_seconds=None if whole is None or size is None else whole * size,
+            restarts=len(restart.replaced),
+            restarts_left=_restarts_left(restart),
+        ),
+        long=long_settings.of_in_process(scene, restart, kind, timeline),
+    )
+
+
+def _end_of(scene: Scene, restart: InProcessRestart, kind: str) -> Record:
+    """Return the event of the end of the process that caused the restart; empty if it lives."""
+    at = restart.at_s
+    if at is None or kind not in _ENDING:
+        return {}
+    near = [
+        (abs(time - at), event)
+        for name in ("worker.vacated", "inprocess.lost")
+        for event in scene.between(name, restart.attempt, at - _NEAR_S, at + _NEAR_S)
+        if integer(event, "rank") == restart.rank and (time := real(event, "monotonic")) is not None
+    ]
+    distance, event = min(near, key=lambda each: each[0], default=(_NEAR_S, {}))
+    return event if distance < _NEAR_S else {}
+
+
+def _process(
+    scene: Scene, restart: InProcessRestart, ended: Record
+) -> tuple[str | None, int | None]:
+    """Return the host and the process id of the faulty rank at that time."""
+    if ended:
+        return text(ended, "host"), integer(ended, "pid")
+    host = pid = None
+    for event in scene.named("attempt.started", restart.attempt):
+        pids = event.get("pids")
+        found = integer(pids, str(restart.rank)) if isinstance(pids, dict) else None
+        if found is not None:
+            host, pid = text(event, "host"), found
+    until = restart.at_s or 0.0
+    for event in reversed(scene.between("worker.replaced", restart.attempt, -math.inf, until)):
+        if integer(event, "rank") == restart.rank:
+            return host, integer(event, "pid")
+    return host, pid
+
+
+_ENDING = frozenset({"BASE_EXCEPTION", "HARD_TIMEOUT", "TERMINATED", "UNRESPONSIVE"})
+"""Kinds of faults after which the process ends."""
+_NEAR_S = 60.0  # most seconds between the end of a process and the restart that it caused
+
+
+def _signal(ended: Record) -> str | None:
+    return signal_name({"exit_code": integer(ended, "exitcode")})
+
+
+def _what(kind: str, message: str, ended: Record) -> str:
+    """Return what the faulty rank did, as a predicate."""
+    if kind == "TERMINATED" and ended:
+        name, code = _signal(ended), integer(ended, "exitcode")
+        return f"was killed by {name}" if name else f"exited with code {code}"
+    did = _KINDS.get(kind, f"had a fault ({kind})" if kind else "had an unknown fault")
+    return f"{did}: {message}" if message else did
+
+
+def _evidence(
+    scene: Scene, restart: InProcessRestart, recorded: _Recorded, ended: Record
+) -> Iterator[Fact]:
+    event = recorded.event_of(restart)
+    if injected := text(event, "injected") or text(ended, "injected"):
+        yield Fact("injected", f"by --chaos: {injected}")
+    if ended:
+        name, code = _signal(ended), integer(ended, "exitcode")
+        yield Fact("exit", f"killed by {name}" if name else f"exit code {code}")
+        if name in FROM_OUTSIDE:
+            yield Fact("sent by", FROM_OUTSIDE[name])
+    said = text(ended, "message") or ""
+    if said and not said.startswith(("Signal ", "<N/A>", "exit")):
+        yield Fact("message", said)
+    kind, message = text(event, "kind") or "unknown", text(event, "message") or "?"
+    if kind not in ("EXCEPTION", "BASE_EXCEPTION"):
+        yield Fact("reported as", f"{kind}: {message}")
+    elif traceback := recorded.traceback_of(restart):
+        yield Fact("traceback", "", shortened(traceback))
+    else:
+        yield Fact("exception", message)
+        yield Fact("traceback", "in the stderr of the rank; its event is not in these logs")
+    step, at = integer(ended, "last_step"), None
+    if step is None and restart.rank in restart.lost:
+        step, at = last_step_of(scene, restart.attempt, restart.rank)
+    if step is not None:
+        yield Fact(
+            "last step", ", ".join(filter(None, [f"step {step}", relative(at, restart.at_s)]))
+        )
+    if log_file := scene.log_file(restart.rank, restart.attempt):
+        yield Fact("log file", log_file)
+    if (faults := integer(event, "faults") or 1) > 1:
+        yield Fact("faults", f"{faults} ranks reported a fault; this was the first")
+
+
+def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int]) -> Iterator[str]:
+    gone = {restart.rank, *lost, *(each.rank for each in restart.replaced)}
+    started = scene.first("attempt.started", restart.attempt)
+    host = text(event, "host")
+    size = integer(started, "world_size")
+    if (step := integer(event, "last_step")) is not None:
+        yield f"the furthest rank on host {host} had made step {step}"
+    if size is not None and size <= _MOST_RANKS and restart.lost_count <= len(restart.lost):
+        others = [rank for rank in range(size) if rank not in gone]
+        if others:
+            whose = (
+                "its call and kept its process"
+                if len(others) == 1
+                else ("their calls and kept their processes")
+            )
+            yield f"{many_ranks(others)} ended {whose}"
+
+
+def _action(restart: InProcessRestart) -> Iterator[str]:
+    for each in restart.replaced:
+        yield _replacement(each)
+    if restart.lost:
+        yield f"went on without {many_ranks(restart.lost)}" + (
+            f" and {restart.lost_count - len(restart.lost)} more"
+            if restart.lost_count > len(restart.lost)
+            else ""
+        )
+    for sent in restart.states:
+        yield (
+            f"rank {sent.rank} sent its state of step {sent.step} to {many_ranks(sent.targets)}"
+            f" ({sent.size / 1e6:.1f} MB in {seconds(sent.duration_s)})"
+        )
+    left = _restarts_left(restart)
+    if restart.replaced:
+        spent = count(len(restart.replaced), "restart")
+        rest = f"; {left or 'none'} left" if left is not None else ""
+        yield f"it spent {spent} of --max-restarts{rest}"
+    else:
+        yield "it spent no restart of --max-restarts"
+
+
+def _restarts_left(restart: InProcessRestart) -> int | None:
+    left = [each.restarts_left for each in restart.replaced if each.restarts_left is not None]
+    return min(left, default=None)
+
+
+_SOURCES = {
+    "exec": "a cold start",
+    "template": "a fork of the template (--preload)",
+    "standby": "a standby process (--standby)",
+}
+
+
+def _replacement(each: Replacement) -> str:
+    if each.pid is None:
+        return f"rank {each.rank} got a new process: {each.origin or 'on another host'}"
+    how = _SOURCES.get(each.source, each.source)
+    after = f", {relative(each.started_after_s, 0.0, 'the end')}" if each.started_after_s else ""
+    return f"rank {each.rank} got a new process, pid {each.pid}, by {how}{after}"
+
+
+def _silent_s(kind: str, message: str) -> float:
+    """Return the seconds without progress before a time-out of the wrapper."""
+    found = _NO_PROGRESS.search(message) if kind in ("SOFT_TIMEOUT", "HARD_TIMEOUT") else None
+    return float(found[1]) if found is not None else 0.0
+
+
+_NO_PROGRESS = re.compile(r"\bprogress for (\d{1,9}(?:\.\d{1,9})?) s\b")
+
+
+def _timeline(restart: InProcessRestart, silent: float) -> Iterator[Phase]:
+    if silent:
+        yield Phase("silent", 0.0, silent, "no progress; the wrapper waited")
+    now = silent
+    for name, after in restart.phases:
+        if silent + after - now >= _SHOWN_S:
+            label, meaning = _PHASES.get(name, (name, ""))
+            if name == "met" and restart.replaced:
+                meaning = "the ranks waited for the new process"
+            yield Phase(label, now, silent + after, meaning)
+            now = silent + after
+
+
+def _redone(scene: Scene, event: Record, later: int | None) -> int | None:
+    """Return how many steps were done again after a restart, until the next one."""
+    before = integer(event, "repeated_steps")
+    if before is None or later is None or not scene.story.reports_steps:
+        return None
+    return max(later - before, 0)
+
+
+def _end_of_attempt(scene: Scene, attempt: int) -> _AttemptEnd:
+    accounts = _accounts(scene, attempt)
+    paces = [pace for account in accounts if (pace := _pace(account)) is not None]
+    return _AttemptEnd(
+        repeated_steps=max(map(_repeated, accounts), default=None),
+        pace_s=sum(paces) / len(paces) if paces else None,
+    )
+
+
+def _pace(account: Record) -> float | None:
+    spent, counts = account.get("seconds"), account.get("counts")
+    if not isinstance(spent, dict) or not isinstance(counts, dict):
+        return None
+    rows = (STEPS, REPEATED_STEPS)
+    number = sum(integer(counts, row) or 0 for row in rows)
+    return sum(real(spent, row) or 0.0 for row in rows) / number if number else None
+
+
+def _repeated(account: Record) -> int:
+    counts = account.get("counts")
+    return sum(integer(counts, row) or 0 for row in REPEATED) if isinstance(counts, dict) else 0
+
+
+def _accounts(scene: Scene, attempt: int) -> list[Record]:
+    """Return the last accounts of an attempt."""
+    found: dict[str, Record] = {}
+    for name in ("worker.accounts", "attempt.ended"):
+        for event in scene.named(name, attempt):
+            by_rank = event.get("accounts")
+            if isinstance(by_rank, dict):
+                found |= {rank: a for rank, a in by_rank.items() if isinstance(a, dict)}
+    return list(found.values())

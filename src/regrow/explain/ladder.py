@@ -1,0 +1,104 @@
+"""Why no lower rung of the ladder recovered from a failure.
+
+1: the same process calls its function again. 2: one new process takes a place. 3: all workers start
+again. 4: other hosts. 5: the scheduler. The reasons follow from what the agent recorded of the
+worker's in-process wrapper, of the budget, and of what became of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from regrow.events import Failure, InProcessRestart
+from regrow.events.evidence import Record, integer, text
+from regrow.explain.explanation import Refusal
+from regrow.explain.scene import Scene
+
+_UNKNOWN = "unknown: the log of its host was not given, or an older release wrote it"
+_NO_WRAPPER = "the worker was not in a function with regrow.inprocess.Wrapper"
+
+
+def refusals(
+    scene: Scene, failure: Failure, event: Record, rung: int | None
+) -> tuple[Refusal, ...]:
+    """Return why an attempt had to end, or the job.
+
+    Args:
+        scene: the run.
+        failure: the failure.
+        event: the event of the failed worker; empty if there is none.
+        rung: the rung that recovered from it; None if none did.
+    """
+    if failure.is_host_lost:
+        lost = "its processes are gone with the host"
+        found = [Refusal(1, lost), Refusal(2, "a new process takes a place on the same host only")]
+        if not failure.kept_workers:
+            found.append(Refusal(3, "its workers could not be started on that host again"))
+    else:
+        found = [Refusal(1, _not_in_process(event)), Refusal(2, _not_replaced(scene, event))]
+    if rung in (None, 5) and not failure.is_host_lost:
+        found.append(Refusal(3, why_not_restarted(scene)))
+    return tuple(each for each in found if each.reason)
+
+
+def _not_in_process(event: Record) -> str:
+    if not event:
+        return "the failure is not one of a function call"
+    wrapped = event.get("wrapped")
+    if wrapped is False:
+        return _NO_WRAPPER
+    if wrapped is True and "RestartAbort" in (text(event, "traceback") or ""):
+        return "the wrapper had given up (RestartAbort, see the traceback)"
+    return "the process had ended" if wrapped is True else _UNKNOWN
+
+
+def _not_replaced(scene: Scene, event: Record) -> str:
+    if not event:
+        return "no single process had ended"
+    if event.get("wrapped") is False:
+        return "a process can be replaced only in a function with Wrapper(replace=True)"
+    replaceable, before = event.get("replaceable"), integer(event, "incarnation") or 0
+    if before:
+        return "the process had replaced another one, and failed before its first regrow.step"
+    if replaceable is False:
+        return "the wrapper has no replace=True, or the process was about to leave the function"
+    if replaceable is None:
+        return _UNKNOWN
+    if scene.story.max_restarts == 0:
+        return "no restart is allowed (--max-restarts 0)"
+    return next(_given_up(scene, integer(event, "attempt"), {integer(event, "rank")}), "") or (
+        "no restart of --max-restarts was left"
+    )
+
+
+def why_not_restarted(scene: Scene) -> str:
+    """Return why the job ended, and its workers were not started again; empty if it is unknown."""
+    story = scene.story
+    if story.state is None:
+        return ""
+    if story.state == "FAILED" and story.restarts_left and story.closed:
+        return f"the rendezvous was closed by {story.closed}"
+    if story.state != "FAILED":
+        return (story.reason or "the job was stopped").strip()
+    if story.max_restarts == 0:
+        return "no restart is allowed (--max-restarts 0)"
+    if not story.restarts_left:
+        return f"--max-restarts {story.max_restarts} was spent"
+    return story.reason or "the reason is not recorded"
+
+
+def refusals_in_process(scene: Scene, restart: InProcessRestart) -> tuple[Refusal, ...]:
+    """Return why an in-process restart replaced a process, or went on without a rank."""
+    if restart.replaced:
+        return (Refusal(1, f"the process of rank {restart.replaced[0].rank} had ended"),)
+    if restart.lost:
+        reasons = list(dict.fromkeys(_given_up(scene, restart.attempt, set(restart.lost))))
+        wanted = "the wrapper has no replace=True, so no process took the place"
+        return (Refusal(2, "; ".join(reasons) or wanted),)
+    return ()
+
+
+def _given_up(scene: Scene, attempt: int | None, ranks: set[int | None]) -> Iterator[str]:
+    for event in scene.named("worker.not_replaced", attempt):
+        if integer(event, "rank") in ranks:
+            yield text(event, "reason") or "unknown"

@@ -1,0 +1,221 @@
+"""Which setting made a recovery long, if one did.
+
+Each rule compares a part of the timeline with a setting that the job has recorded. A setting is
+named only if the part took about as long as the setting allows, and was a good part of the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from regrow.events import Failure, InProcessRestart, PlannedRestart
+from regrow.events.evidence import real, short_scope
+from regrow.explain.explanation import Held, Phase
+from regrow.explain.scene import Scene
+from regrow.explain.words import count, many_ranks, seconds
+
+LEAST_S = 1.0
+"""Shorter parts are not explained."""
+LEAST_SHARE = 0.15
+"""Parts with a smaller share of the whole are not explained."""
+LAST_CALL_S = 30.0
+"""Default of last_call_timeout of `--rdzv-conf`, in seconds."""
+LEASE = "workers of a host that is cut off are killed"
+"""Name of the bound of a lease, as the job records it."""
+_DEFAULT = "the default"
+_SHUTDOWN = ("shutdown_timeout", "--shutdown-timeout")
+_RESTART = ("restart_timeout", "--restart-timeout")
+_KEEP_ALIVE = "--rdzv-conf keep_alive_interval, keep_alive_max_attempt"
+_SILENT_HOST = "a silent host counts as lost"
+
+
+def of_failure(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> tuple[Held, ...]:
+    """Return what made the recovery from a failure long, biggest first."""
+    found = [*_detection(scene, failure, timeline), *_restart(scene, failure, timeline)]
+    text = (
+        "the failed process went on for so long after its exception, for example with handlers of"
+        " its exit; regrow acts when the process is gone"
+    )
+    found.append(
+        Held("end of the failed process", "by the script", _length(timeline, "ending"), text)
+    )
+    if not failure.is_host_lost and failure.restarted_attempt is None:
+        found += _stop(scene, failure.attempt, timeline, *_SHUTDOWN)
+    elif not failure.is_host_lost:
+        found += _stop(scene, failure.attempt, timeline, *_RESTART)
+    return _biggest(found, timeline)
+
+
+def of_change(scene: Scene, change: PlannedRestart, timeline: Sequence[Phase]) -> tuple[Held, ...]:
+    """Return what made a change of membership long, biggest first."""
+    found = [
+        *_restart(scene, change, timeline),
+        *_stop(scene, change.attempt, timeline, *_SHUTDOWN),
+    ]
+    return _biggest(found, timeline)
+
+
+def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tuple[Held, ...]:
+    """Return what made the end of a job long; `attempt` is the last one."""
+    found = [*_stop(scene, attempt, timeline, *_SHUTDOWN)]
+    if (silent := _length(timeline, "silent")) > 0:
+        lease = seconds(real(scene.bounds, LEASE))
+        text = f"the workers may run until the lease ends, {lease} after the last answer"
+        found.append(Held(_KEEP_ALIVE, _keep_alive(scene.settings), silent, text))
+    if (searching := _length(timeline, "searching")) > 0:
+        text = "for so long an agent without a lease searches for the other nodes"
+        given = _given(scene.settings, "reconnect_timeout")
+        found.append(Held("--rdzv-conf reconnect_timeout", given, searching, text))
+    return _biggest(found, timeline)
+
+
+def of_in_process(
+    scene: Scene, restart: InProcessRestart, kind: str, timeline: Sequence[Phase]
+) -> tuple[Held, ...]:
+    """Return what made an in-process restart long, biggest first.
+
+    Args:
+        scene: the run.
+        restart: the restart.
+        kind: the kind of the fault, such as "SOFT_TIMEOUT".
+        timeline: its phases.
+    """
+    found: list[Held] = []
+    if (silent := _length(timeline, "silent")) > 0:
+        text = "a rank counts as hung only after so long without progress"
+        found.append(Held(f"Wrapper({kind.lower()}=)", seconds(silent), silent, text))
+    sources = {each.source for each in restart.replaced}
+    flags = [f"--{name}" for name in ("preload", "standby") if scene.settings.get(name) in ([], 0)]
+    if "exec" in sources and len(flags) == 2:
+        text = (
+            "the new process started cold and ran the script up to the wrapped function; a process"
+            " of --preload has imported the modules already, one of --standby 1 waits at the"
+            " function"
+        )
+        found.append(Held(", ".join(flags), "not set", _length(timeline, "barrier"), text))
+    return _biggest(found, timeline)
+
+
+def _biggest(found: Sequence[Held] | Iterator[Held], timeline: Sequence[Phase]) -> tuple[Held, ...]:
+    whole = timeline[-1].end_s if timeline else 0.0
+    least = max(LEAST_S, LEAST_SHARE * whole)
+    kept = [each for each in found if each.seconds >= least]
+    return tuple(sorted(kept, key=lambda each: -each.seconds))
+
+
+def _length(timeline: Sequence[Phase], name: str) -> float:
+    return sum(phase.length_s for phase in timeline if phase.name == name)
+
+
+def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Iterator[Held]:
+    timer = failure.timer
+    if timer is not None and timer.heartbeat:
+        period = real(scene.settings, "heartbeat")
+        value = "unknown" if period is None else f"{period:g} s"
+        text = (
+            "a worker counts as hung only after it has sent no heartbeat for"
+            f" {seconds(timer.after_s)}, which follows from the period"
+        )
+        yield Held("--heartbeat", value, _length(timeline, "silent"), text)
+    elif timer is not None and timer.after_s is not None:
+        text = "a worker in this block counts as hung only after this time"
+        name = f"regrow.expires(after=..., scope={short_scope(timer.scope)!r})"
+        yield Held(name, f"{timer.after_s:g} s", _length(timeline, "silent"), text)
+    if failure.is_host_lost:
+        bound, silent = real(scene.bounds, _SILENT_HOST), _length(timeline, "silent")
+        if bound is not None and _NO_HEARTBEAT.search(failure.what):
+            text = (
+                "a host that sends nothing counts as lost only after its missed heartbeats; the"
+                f" longest time with these settings is {seconds(bound)}"
+            )
+            new_server = scene.new_server(failure.attempt, failure.restarted_attempt)
+            if silent > bound and new_server is not None:
+                text += ", counted again from when another server took over"
+            yield Held(_KEEP_ALIVE, _keep_alive(scene.settings), silent, text)
+
+
+def silence_of_host(scene: Scene, failure: Failure, *, least: bool = False) -> float:
+    """Return for how many seconds a lost host had sent nothing: at least, or at most."""
+    found = _NO_HEARTBEAT.search(failure.what)
+    known = float(found[1]) if found is not None else 0.0
+    return known if least else max(known, 2 * (real(scene.bounds, _SILENT_HOST) or 0.0))
+
+
+_NO_HEARTBEAT = re.compile(r"\bno heartbeat arrived for (\d{1,9}(?:\.\d{1,9})?) s")
+
+
+def _keep_alive(settings: Mapping[str, Any]) -> str:
+    keys = ("keep_alive_interval", "keep_alive_max_attempt")
+    given = {key: _given(settings, key) for key in keys}
+    set_ones = [f"{key}={value}" for key, value in given.items() if value != _DEFAULT]
+    return ", ".join(set_ones) or _DEFAULT
+
+
+def _given(settings: Mapping[str, Any], key: str) -> str:
+    conf = settings.get("rdzv_conf")
+    value = conf.get(key) if isinstance(conf, Mapping) else None
+    return _DEFAULT if value is None else f"{value}"
+
+
+def _stop(
+    scene: Scene, attempt: int | None, timeline: Sequence[Phase], key: str, flag: str
+) -> Iterator[Held]:
+    """Yield the grace of a stop, if the agent recorded that a process outlived it."""
+    grace, took = real(scene.settings, key), _length(timeline, "stopping")
+    if grace is None or took < 0.9 * grace:
+        return
+    killed, descendants = scene.overdue(attempt)
+    parts = [many_ranks(killed)] if killed else []
+    if descendants:
+        parts.append(f"processes that {many_ranks(descendants)} had started")
+    if parts:
+        text = (
+            f"{' and '.join(parts)} did not end after SIGTERM, and had to be killed after this"
+            " time. A handler of SIGTERM, or native code that blocks, may keep a process"
+        )
+        yield Held(flag, f"{grace:g} s", took, text)
+
+
+def _restart(
+    scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase]
+) -> Iterator[Held]:
+    if (pause := _length(timeline, "pause")) > 0:
+        text = (
+            "attempts that last less than 10 s are followed by pauses of 1, 2, 4, ... s, so that a"
+            " crash loop does not spend all restarts at once"
+        )
+        yield Held("pause before a restart", "no setting", pause, text)
+    forming, last_call = _length(timeline, "rendezvous"), _last_call(scene.settings)
+    nodes = str(scene.first("job.started").get("nnodes", ""))
+    if ":" in nodes and 0.8 * last_call <= forming:
+        text = (
+            f"with --nnodes {nodes} a round that has enough nodes waits this long for more of them"
+        )
+        yield Held("--rdzv-conf last_call_timeout", f"{last_call:g} s", forming, text)
+    cold = not ended.forked_workers and not ended.kept_workers
+    if cold and not scene.settings.get("preload") and "preload" in scene.settings:
+        text = (
+            "the workers started cold: each ran the script from its first import to its first step."
+            " --preload MODULES forks them from a process that has imported the modules already"
+        )
+        yield Held("--preload", "not set", _length(timeline, "startup"), text)
+    redone = _length(timeline, "redoing")
+    since = "started over"
+    if (resumed := ended.resumed_from or 0) > 0:
+        since = f"went on from step {resumed}, the last one that it had saved,"
+    text = (
+        f"the script {since} and did {count(ended.work_lost, 'step')} again; save more often, or"
+        " get the last step from the other ranks (regrow.State)"
+    )
+    yield Held("checkpoints of the script", "by the script", redone, text)
+
+
+def _last_call(settings: Mapping[str, Any]) -> float:
+    conf = settings.get("rdzv_conf")
+    given = conf.get("last_call_timeout") if isinstance(conf, Mapping) else None
+    try:
+        return float(given) if given is not None else LAST_CALL_S
+    except (TypeError, ValueError):
+        return LAST_CALL_S

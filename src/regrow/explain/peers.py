@@ -1,0 +1,158 @@
+"""What the other ranks were doing when a worker failed, from their last marks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from regrow.events import Failure, OtherFailure
+from regrow.events.evidence import Record, integer, integers, real, text
+from regrow.explain.scene import Scene
+from regrow.explain.words import count, many_ranks, relative, worker
+
+HUNG = "it fell silent"
+NOTICED = "the loss was noticed"
+_MOST_LINES = 8
+_LONGEST = 120  # characters of a later failure
+_MOST_CONSEQUENCES = 2
+
+
+class _Mark(NamedTuple):
+    """The last that is known of a rank."""
+
+    step: int | None
+    phase: str
+    at: float | None
+    is_known: bool = True
+    """Whether its host recorded the end of the attempt."""
+
+
+def last_step_of(scene: Scene, attempt: int, rank: int | None) -> tuple[int | None, float | None]:
+    """Return the last step of a rank in an attempt, and its time."""
+    for event in scene.named("attempt.ended", attempt):
+        if found := _by_rank(event, "last_steps").get(str(rank)):
+            return integer(found, "last_step"), real(found, "last_monotonic")
+    return None, None
+
+
+def phase_of(scene: Scene, attempt: int, rank: int | None) -> str:
+    """Return the phase of the script in which a rank was at the end of an attempt; or empty."""
+    mark = None if rank is None else _marks(scene, attempt).get(rank)
+    return "" if mark is None else mark.phase
+
+
+def last_steps(scene: Scene, attempt: int) -> list[float]:
+    """Return the times of the last steps of all ranks."""
+    return [mark.at for mark in _marks(scene, attempt).values() if mark.at is not None]
+
+
+def what_peers_did(scene: Scene, failure: Failure, begin: float | None) -> tuple[str, ...]:
+    """Return one line for each group of ranks that did the same.
+
+    Args:
+        scene: the run.
+        failure: the failure.
+        begin: when it began.
+    """
+    lines = [*_compared(failure), *_steps(scene, failure, begin)]
+    more = len(lines) - _MOST_LINES
+    lines = [*lines[:_MOST_LINES], *([f"... {more} more lines"] if more > 0 else [])]
+    return (*lines, *_consequences(failure))
+
+
+def _compared(failure: Failure) -> list[str]:
+    own = failure.timer.compared if failure.timer is not None else ()
+    itself = f"rank {failure.rank} "
+    found = [line for line in failure.compared or own if not line.startswith(itself)]
+    return [f"when regrow noticed it: {line}" for line in found]
+
+
+def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]:
+    what = HUNG if failure.timer is not None else "the failure"
+    if failure.is_host_lost:
+        begin, what = failure.at_s, NOTICED
+    marks = _marks(scene, failure.attempt)
+    left_out = set() if failure.rank is None else {failure.rank}
+    if failure.is_host_lost:
+        left_out |= scene.ranks_of(scene.lost_host(failure.attempt), failure.attempt)
+    elsewhere = (scene.world_size(failure.attempt) or 0) - len(left_out | marks.keys())
+    marks = {rank: mark for rank, mark in marks.items() if rank not in left_out}
+    if elsewhere > 0:
+        yield f"{count(elsewhere, 'rank')} on other hosts: unknown, their logs were not given"
+    unknown = [rank for rank, mark in marks.items() if not mark.is_known]
+    if unknown:
+        yield f"{many_ranks(unknown)}: unknown, the log of the host ends before"
+    groups: dict[tuple[int | None, str], list[int]] = {}
+    for rank, mark in marks.items():
+        if not mark.is_known:
+            continue
+        groups.setdefault((mark.step, mark.phase), []).append(rank)
+    for (step, phase), ranks in sorted(groups.items(), key=lambda each: min(each[1])):
+        times = [at for rank in ranks if (at := marks[rank].at) is not None]
+        last = max(times, default=None)
+        did = "reported no step" if step is None else f"had made step {step}"
+        if step is None and not scene.story.reports_steps:
+            did = "reported no step: the script does not call regrow.step"
+        when = relative(last, begin, what) if step is not None else ""
+        when = f", {when}" if when else ""
+        inside = f", and {_verb(ranks)} in phase {phase}" if phase else ""
+        yield f"{many_ranks(ranks)} {did}{when}{inside}"
+
+
+def _verb(ranks: list[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _marks(scene: Scene, attempt: int) -> dict[int, _Mark]:
+    """Return the last marks of all ranks of an attempt."""
+    found: dict[str, _Mark] = {}
+    ended = {text(event, "host") for event in scene.named("attempt.ended", attempt)}
+    for started in scene.named("attempt.started", attempt):
+        is_known = text(started, "host") in ended
+        found |= {str(r): _Mark(None, "", None, is_known) for r in integers(started, "ranks")}
+    for event in (*scene.named("worker.accounts", attempt), *scene.named("attempt.ended", attempt)):
+        last_steps, accounts = _by_rank(event, "last_steps"), _by_rank(event, "accounts")
+        for rank in found.keys() & (last_steps.keys() | accounts.keys()):
+            steps, account = last_steps.get(rank, {}), accounts.get(rank, {})
+            phase = (text(account, "open") or "").partition("phase:")[2]
+            if steps:
+                at = real(steps, "last_monotonic")
+                found[rank] = _Mark(integer(steps, "last_step"), phase, at)
+            elif account:
+                step = integer(account, "highest_step") if account.get("counts") else None
+                found[rank] = _Mark(step, phase, real(account, "since_monotonic"))
+    return {int(rank): mark for rank, mark in found.items()}
+
+
+def _by_rank(event: Record, key: str) -> dict[str, Record]:
+    """Return the objects of a field that has one for each rank."""
+    found = event.get(key)
+    known = found.items() if isinstance(found, Mapping) else ()
+    return {rank: each for rank, each in known if isinstance(each, Mapping)}
+
+
+def _consequences(failure: Failure) -> Iterator[str]:
+    """Yield the later failures of the attempt; those that follow from the first are marked."""
+    own = [other for other in failure.others if not other.is_consequence]
+    for other in own[:_MOST_CONSEQUENCES]:
+        yield f"{_who(other)} {_short(other.what)}{_later(other.after_s)}"
+    if len(own) > _MOST_CONSEQUENCES:
+        yield f"{count(len(own) - _MOST_CONSEQUENCES, 'more worker')} failed too"
+    follow = [other for other in failure.others if other.is_consequence]
+    for other in follow[:1]:
+        yield f"as a result, {_who(other)} {_short(other.what)}{_later(other.after_s)}"
+    ranks = [other.rank for other in follow[1:] if other.rank is not None]
+    if ranks:
+        yield f"{many_ranks(ranks)} failed in the same way"
+
+
+def _who(other: OtherFailure) -> str:
+    return worker(other.rank, other.host, other.pid)
+
+
+def _short(what: str) -> str:
+    return what if len(what) <= _LONGEST else f"{what[: _LONGEST - 3]}..."
+
+
+def _later(after_s: float | None) -> str:
+    return "" if after_s is None else f", {relative(after_s, 0.0)}"

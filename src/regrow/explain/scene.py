@@ -1,0 +1,217 @@
+"""`Scene`: one run of a job with all its events on one clock, its story and its ledger."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.events import Story, story
+from regrow.events.clocks import on_one_clock
+from regrow.events.evidence import Hosts, Record, integer, integers, real, text
+from regrow.ledger import Session, Span, is_phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One run of a job. Times are in seconds since its start, by the clock of the story."""
+
+    number: int
+    """The run of a requeued job, counted from 1."""
+    events: Sequence[Record]
+    """The events of all hosts, by time."""
+    story: Story
+    spans: Mapping[int, Sequence[Span]]
+    """The spans of the ledger in this run, by attempt; -1 between the runs of the job."""
+    requeued_after_s: float | None
+    """Seconds from the end of this run to the next one of the same job; None if there is none."""
+    workers: int
+    """Number of workers of the agents whose logs were read."""
+    hosts: Hosts
+    ends_s: float
+    """Time of the last event."""
+    _index: Mapping[tuple[str | None, int | None], list[Record]]
+    """The events by name, and by name and attempt."""
+    _failed: Mapping[str, list[int]]
+    """The attempts that ended by a failure, in order, by what failed."""
+
+    def named(self, name: str, attempt: int | None = None) -> list[Record]:
+        """Return the events `regrow.<name>`, of one attempt if it is given."""
+        return self._index.get((f"regrow.{name}", attempt), [])
+
+    def first(self, name: str, attempt: int | None = None) -> Record:
+        """Return the first such event; an empty one if there is none."""
+        return next(iter(self.named(name, attempt)), {})
+
+    def between(self, name: str, attempt: int, since: float, until: float) -> list[Record]:
+        """Return the events `regrow.<name>` of an attempt in a span of time."""
+        found = self.named(name, attempt)
+        first, last = bisect_left(found, since, key=_at), bisect_right(found, until, key=_at)
+        return found[first:last]
+
+    def last_time(self, name: str, attempt: int | None) -> float | None:
+        """Return the time of the last such event of an attempt."""
+        return max(self._times(name, attempt), default=None)
+
+    def new_server(self, attempt: int | None, following: int | None) -> str | None:
+        """Return the host that took over the server of the rendezvous between two attempts."""
+        since = self.last_time("attempt.started", attempt)
+        until = self.last_time("attempt.started", following)
+        if since is None or until is None:
+            return None
+        names = {address: name for name, address in self.story.addresses}
+        for event in self.named("rendezvous.servers"):
+            at, epoch = real(event, "monotonic"), integer(event, "epoch") or 0
+            if epoch > 0 and at is not None and since <= at <= until:
+                server = text(event, "server") or "?"
+                return names.get(server, server)
+        return None
+
+    def _times(self, name: str, attempt: int | None) -> list[float]:
+        found = self.named(name, attempt) if attempt is not None else []
+        return [at for event in found if (at := real(event, "monotonic")) is not None]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The recorded settings of the job; empty if an older release wrote the log."""
+        found = self.first("job.started").get("settings")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def bounds(self) -> Mapping[str, Any]:
+        """The time limits that regrow keeps, in seconds, by description."""
+        found = self.first("job.started").get("bounds")
+        return found if isinstance(found, Mapping) else {}
+
+    def failed_before(self, what: str, attempt: int) -> list[int]:
+        """Return the latest attempts before another one that ended by the same failure."""
+        same = self._failed.get(what, [])
+        until = bisect_left(same, attempt)
+        return same[max(until - _MOST_BEFORE, 0) : until]
+
+    def lost_host(self, attempt: int) -> str | None:
+        """Return the host whose loss or leave ended an attempt; None if that is not recorded."""
+        for name in ("round.judged", "round.ended"):
+            for event in self.named(name, attempt):
+                if (node := text(event, "node")) is not None:
+                    return self.hosts.name(node)
+        return None
+
+    def ranks_of(self, host: str | None, attempt: int) -> set[int]:
+        """Return the ranks that a host had in an attempt, if its log is among these."""
+        found: set[int] = set()
+        for event in self.named("attempt.started", attempt):
+            if text(event, "host") == host:
+                found.update(integers(event, "ranks"))
+        return found
+
+    def overdue(self, attempt: int | None) -> tuple[list[int], list[int]]:
+        """Return the ranks that were killed because they had outlived the grace of their stop.
+
+        The second list has the ranks that had ended, and whose descendants were killed.
+        """
+        ended = self.named("attempt.ended", attempt) if attempt is not None else []
+        killed, descendants = (
+            sorted({rank for event in ended for rank in integers(event, key)})
+            for key in ("killed", "killed_descendants")
+        )
+        return killed, descendants
+
+    def log_file(self, rank: int | None, attempt: int) -> str | None:
+        """Return the file with the output of a rank, on its host; None if there is none."""
+        for event in self.named("attempt.started", attempt):
+            logs = event.get("logs")
+            if isinstance(logs, Mapping) and (path := text(logs, str(rank))) is not None:
+                return path
+        return None
+
+    def wall(self, at: float | None) -> float | None:
+        """Return a time of this run in seconds since the epoch."""
+        day = self.story.started_at
+        return None if at is None or day is None else day + at
+
+    def world_size(self, attempt: int | None) -> int | None:
+        """Return the number of workers in an attempt."""
+        return integer(self.first("attempt.started", attempt), "world_size")
+
+    def lost_seconds(
+        self, attempt: int, following: int | None, since: float | None = None
+    ) -> dict[str, float]:
+        """Return the worker-seconds that the end of an attempt cost, by bucket.
+
+        Args:
+            attempt: the attempt that ended. The time between two attempts belongs to the first.
+            following: the next attempt, whose startup and redone steps count; None if none began.
+        """
+        ended = self.spans.get(attempt, ())
+        if since is not None:
+            ended = [span for span in ended if span.start >= since - 0.01]
+        parts: list[tuple[Sequence[Span], set[str]]] = [(ended, _OF_AN_END)]
+        if following is None:
+            parts.append((self.spans.get(-1, ()), _BETWEEN_RUNS))
+        else:
+            parts.append((self.spans.get(following, ()), _OF_A_START))
+        found: dict[str, float] = {}
+        for spans, wanted in parts:
+            for span in spans:
+                for bucket, seconds in span.seconds.items():
+                    if bucket in wanted and not is_phase(bucket):
+                        found[bucket] = found.get(bucket, 0.0) + seconds
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+_MOST_BEFORE = 8
+_OF_AN_END = {"unfinished", "detection", "stopping", "meeting", "restart", "startup_processes"}
+_OF_A_START = {"startup_script", "startup_first_step", "redone"}
+_BETWEEN_RUNS = {"waiting_for_scheduler"}
+
+
+def _at(event: Record) -> float:
+    return real(event, "monotonic") or 0.0
+
+
+def scenes_of(job: Sequence[Session], spans: Iterable[Span]) -> list[Scene]:
+    """Return the runs of a job.
+
+    Args:
+        job: its runs, each with the logs of all hosts.
+        spans: the spans of its ledger.
+    """
+    known = list(spans)
+    return [
+        _scene(number, session, job[number] if number < len(job) else None, known)
+        for number, session in enumerate(job, 1)
+    ]
+
+
+def _scene(number: int, session: Session, later: Session | None, spans: list[Span]) -> Scene:
+    own = [event for run in session.runs for event in run.events]
+    moved, _ = on_one_clock(own)
+    moved.sort(key=_at)
+    index: dict[tuple[str | None, int | None], list[Record]] = {}
+    for event in moved:
+        name = text(event, "name")
+        for attempt in {None, integer(event, "attempt")}:
+            index.setdefault((name, attempt), []).append(event)
+    by_attempt: dict[int, list[Span]] = {}
+    for span in spans:
+        if session.begin - 1 <= span.start <= session.end:
+            by_attempt.setdefault(span.attempt, []).append(span)
+    derived = story(own)
+    failed: dict[str, list[int]] = {}
+    for failure in derived.failures:
+        failed.setdefault(failure.what, []).append(failure.attempt)
+    times = [at for event in moved if (at := real(event, "monotonic")) is not None]
+    return Scene(
+        number=number,
+        events=moved,
+        story=derived,
+        spans=by_attempt,
+        requeued_after_s=None if later is None else max(later.begin - session.end, 0.0),
+        workers=sum(run.workers for run in session.runs),
+        hosts=Hosts(moved),
+        ends_s=max(times, default=0.0),
+        _index=index,
+        _failed={what: sorted(attempts) for what, attempts in failed.items()},
+    )

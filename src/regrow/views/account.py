@@ -1,0 +1,106 @@
+"""The ledger of a job, and the explanations of its failures, as data for the page of `regrow web`.
+
+Both are derived from the whole logs, because a view keeps the latest events of a kind only. That
+takes longer than a snapshot, so it is done when the events have changed, and not too often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from regrow.events import read_events
+from regrow.events.evidence import Record
+from regrow.explain import Explanation, draw, explain
+from regrow.ledger import MEANINGS, PRODUCTIVE, UNKNOWN, Ledger, build_ledgers, title
+from regrow.views.runs import Job
+
+if TYPE_CHECKING:
+    from regrow.views.remote_job import RemoteJob
+
+MOST_EXPLANATIONS = 200
+"""Most explanations that a page gets, the latest ones."""
+SHARE = 0.1
+"""Most of the time of one processor that a job may take."""
+
+
+class Accounts:
+    """The account of one job, which is read again when the job has changed; not thread-safe.
+
+    Args:
+        remote: the running job that is asked at its endpoint, if there is one.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, remote: RemoteJob | None, clock: Callable[[], float] = monotonic) -> None:
+        self._remote, self._clock = remote, clock
+        self._found: dict[str, Any] = {}
+        self._version: object = None
+        self._next = float("-inf")  # monotonic seconds of the earliest next reading
+
+    def read(self, job: Job, version: object) -> dict[str, Any]:
+        """Return the account.
+
+        Args:
+            job: the job.
+            version: changes when the job has further events.
+
+        Returns:
+            `ledger`: its figures, or None without the logs; `explanations`: the latest ones;
+            `is_current`: whether the account is of this version.
+        """
+        begun = self._clock()
+        if version != self._version and begun >= self._next:
+            self._found, self._version = account(job, self._remote), version
+            done = self._clock()
+            self._next = done + (done - begun) / SHARE
+        return {**self._found, "is_current": version == self._version}
+
+
+def account(job: Job, remote: RemoteJob | None) -> dict[str, Any]:
+    """Return the ledger and the explanations of a job; see `Accounts`."""
+    logs: dict[str, list[Record]] = {}
+    is_whole = True
+    for run in job.runs:
+        if run.is_elsewhere:
+            is_whole = False
+            logs[run.directory] = list(remote.events(run)) if remote is not None else []
+            continue
+        try:
+            logs[run.directory] = list(read_events(run.directory, lambda broken_line: None))
+        except OSError:
+            is_whole = False
+    found = next(reversed(explain(logs).values()), [])  # the runs of a job have one id
+    ledgers = build_ledgers(logs) if is_whole else []
+    return {
+        "ledger": _figures(ledgers[-1]) if ledgers else None,
+        "explanations": [_shown(each) for each in found[-MOST_EXPLANATIONS:]],
+        "left_out": max(len(found) - MOST_EXPLANATIONS, 0),
+    }
+
+
+def _figures(ledger: Ledger) -> dict[str, Any]:
+    order = sorted(ledger.seconds.items(), key=lambda each: -each[1])
+    return {
+        "total_s": ledger.total,
+        "productive_s": ledger.seconds[PRODUCTIVE],
+        "phases_s": ledger.phases,
+        "goodput": ledger.goodput,
+        "effective_training_time_ratio": ledger.effective_training_time_ratio,
+        "workers": ledger.workers,
+        "redone_steps": ledger.redone_steps,
+        "buckets": [
+            {"name": name, "title": title(name), "meaning": MEANINGS.get(name, ""), "seconds": each}
+            for name, each in order
+            if each > 0 or name == UNKNOWN
+        ],
+    }
+
+
+def _shown(each: Explanation) -> dict[str, Any]:
+    """Return an explanation as the page gets it, with its timeline as a drawing."""
+    found = each.to_json() | {"svg": draw(each) if each.timeline else ""}
+    found["timeline"] = [[phase.name, phase.length_s, phase.meaning] for phase in each.timeline]
+    found["cost"]["buckets"] = [[title(name), s] for name, s in each.cost.buckets.items()]
+    return found

@@ -1,0 +1,126 @@
+// The ledger of a job as a chart, and the explanation of each failure.
+
+import { get } from "./api.js";
+import { duration, fill, h, number, s, time } from "./dom.js";
+
+const AGAIN_MS = 1000;
+const RUNGS = { 1: "same process", 2: "one new process", 3: "new worker group", 4: "other hosts", 5: "the scheduler" };
+const percent = (share) => (share === null ? "-" : `${(100 * share).toFixed(1)} %`);
+
+/** The sections, with `update(job)`, which reads the account again when the job has further events. */
+export function accountPanel(key) {
+  const failed = h("div");
+  const chart = h("div");
+  const failures = h("section", { id: "failures" }, h("h2", {}, "Failures and restarts"), failed);
+  const ledger = h("section", { id: "ledger" }, h("h2", {}, "What the time was spent on"), chart);
+  let [wanted, known, isReading, isClosed, seen] = [null, null, false, false, 0];
+
+  async function read() {
+    isReading = true;
+    while (!isClosed && known !== wanted) {
+      const version = wanted;
+      try {
+        const found = await get(`jobs/${key}/account`);
+        if (found.is_current) known = version;
+        show(found);
+      } catch {
+        // the page shows the lost connection
+      }
+      if (known !== version) await new Promise((done) => setTimeout(done, AGAIN_MS));
+    }
+    isReading = false;
+  }
+
+  function show(found) {
+    fill(chart, found.ledger, ledgerChart);
+    const open = new Set([...failed.querySelectorAll("details[open]")].map((each) => Number(each.dataset.number)));
+    const last = found.explanations.at(-1)?.number ?? 0;
+    const isOpen = (each) => (each.number > seen ? each.number === last : open.has(each.number));
+    fill(failed, found.explanations, (all) => explained(all, found.left_out, isOpen));
+    seen = last;
+  }
+
+  return {
+    failures, ledger,
+    update: (job) => { wanted = job.events; if (!isReading) read(); },
+    close: () => { isClosed = true; },
+  };
+}
+
+function ledgerChart(ledger) {
+  if (!ledger) return h("p", { class: "dim" }, "Not known: it needs the log directories of all hosts.");
+  const whole = ledger.total_s || 1;
+  let at = 0;
+  const parts = ledger.buckets.map((each, index) => {
+    const [from, size] = [at, (100 * each.seconds) / whole];
+    at += size;
+    return s("rect", { class: `bucket ${shade(each.name, index)}`, x: from, y: 0, width: size, height: 10 }, s("title", {}, `${each.title}: ${percent(each.seconds / whole)}`));
+  });
+  const facts = [
+    ["goodput", ledger.goodput, `productive ${duration(ledger.productive_s)} / all ${duration(ledger.total_s)}`],
+    ["effective training time", ledger.effective_training_time_ratio, `productive and phases ${duration(ledger.productive_s + ledger.phases_s)} / all ${duration(ledger.total_s)}`],
+  ];
+  return [
+    h("dl", { class: "facts wide" }, facts.map(([name, share, formula]) => h("div", {}, h("dt", {}, `${name} = ${formula}`), h("dd", {}, percent(share))))),
+    s("svg", { class: "ledger", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": "shares of the worker-time, as in the table below" }, parts),
+    h("div", { class: "scroll" }, h("table", {},
+      h("thead", {}, h("tr", {}, h("th", {}, "worker-time"), h("th", { class: "num" }, "time"), h("th", { class: "num" }, "share"), h("th", {}, ""))),
+      h("tbody", {}, ledger.buckets.map((each, index) => h("tr", {},
+        h("td", {}, h("span", { class: `key ${shade(each.name, index)}` }), each.title), h("td", { class: "num" }, duration(each.seconds)),
+        h("td", { class: "num" }, percent(each.seconds / whole)), h("td", { class: "long dim" }, each.meaning)))))),
+  ];
+}
+
+// Productive time is green, unknown time is hatched, each loss has a colour of its own.
+const LOSSES = 8;
+function shade(name, index) {
+  if (name === "productive" || name === "unknown") return name;
+  return name.startsWith("phase:") ? "phase" : `loss${index % LOSSES}`;
+}
+
+function explained(all, leftOut, isOpen) {
+  if (!all.length) return h("p", { class: "dim" }, "None.");
+  const more = leftOut ? [h("p", { class: "dim" }, `${number(leftOut)} earlier ones: regrow explain`)] : [];
+  return [...more, ...all.map((each) => explanation(each, isOpen(each)))];
+}
+
+function explanation(each, isOpen) {
+  const healed = each.rung === null ? "" : ` (rung ${each.rung}, ${RUNGS[each.rung]}${each.cost.seconds === null ? "" : `, ${duration(each.cost.seconds)}`})`;
+  const about = [
+    each.attempt === null ? null : `attempt ${each.attempt}`, `cause: ${each.cause}`,
+    each.injected ? `injected by --chaos: ${each.injected}` : null, each.outcome,
+  ].filter(Boolean);
+  return h("details", { open: isOpen, "data-number": each.number },
+    h("summary", {}, h("span", { class: "dim" }, `${each.number}. ${time(each.time)} `), each.title, h("span", { class: "dim" }, healed)),
+    h("p", { class: "dim" }, about.join(" · ")),
+    h("h3", {}, "Evidence"),
+    each.evidence.map((fact) => [
+      h("p", {}, h("strong", {}, fact.label), ` ${fact.text}`),
+      fact.lines.length ? h("pre", { tabindex: 0 }, fact.lines.join("\n")) : null]).flat(),
+    each.peers.map((text) => h("p", {}, text)),
+    h("h3", {}, "What regrow did"),
+    each.action.map((text) => h("p", {}, text)),
+    each.refusals.map(({ rung, reason }) => h("p", {}, h("span", { class: "dim" }, `not rung ${rung}, ${RUNGS[rung]}: `), reason)),
+    each.svg ? [h("h3", {}, "Timeline"), drawing(each)] : null,
+    h("h3", {}, "Cost"),
+    h("p", {}, costOf(each.cost)),
+    each.long.length ? h("h3", {}, "What made it long") : null,
+    each.long.map((held) => h("p", {}, h("strong", {}, `${duration(held.seconds)} ${held.setting}`), ` (${held.value}): ${held.text}`)));
+}
+
+function drawing(each) {
+  const text = each.timeline.map(([name, length, meaning]) => `${name} ${duration(length)}, ${meaning}`).join("; ");
+  const url = URL.createObjectURL(new Blob([each.svg], { type: "image/svg+xml" }));
+  return h("img", { class: "timeline", src: url, alt: `Timeline: ${text}`, onload: () => URL.revokeObjectURL(url) });
+}
+
+function costOf(cost) {
+  const parts = [`without a new step: ${cost.seconds === null ? "unknown" : duration(cost.seconds)}`];
+  if (cost.steps !== null) parts.push(`${number(cost.steps)} steps done again${cost.redone_s ? ` (${duration(cost.redone_s)})` : ""}`);
+  if (cost.worker_seconds !== null) {
+    const spent = cost.buckets.slice(0, 5).map(([name, seconds]) => `${name} ${duration(seconds)}`).join(", ");
+    parts.push(`${duration(cost.worker_seconds)} of all workers together${spent ? `: ${spent}` : ""}`);
+  }
+  if (cost.restarts !== null) parts.push(`restarts spent: ${cost.restarts}${cost.restarts_left === null ? "" : `, left: ${cost.restarts_left}`}`);
+  return parts.join("; ");
+}

@@ -1,0 +1,187 @@
+"""What a page claims about settings and times follows from the recorded events."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.explained.record import STORIES
+from regrow.events import read_events
+from regrow.explain import Explanation, Phase, draw, explain, list_of, page
+
+
+def recorded(name: str) -> dict[str, list[dict[str, Any]]]:
+    paths = (STORIES / name).glob("*.jsonl")
+    return {p.name: [dict(copy.deepcopy(e)) for e in read_events(p)] for p in paths}
+
+
+def with_settings(name: str, **conf: str) -> Explanation:
+    logs = recorded(name)
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.job.started":
+                event["settings"]["rdzv_conf"].update(conf)
+    return list(explain(logs).values())[-1][0]
+
+
+def changed(story: str, name: str, **fields: Any) -> list[Explanation]:
+    """Return the explanations of a recorded job with other fields in the events of a name."""
+    logs = recorded(story)
+    for events in logs.values():
+        for event in events:
+            if event["name"] == f"regrow.{name}":
+                event.update(fields)
+    return list(explain(logs).values())[-1]
+
+
+def facts(found: Explanation) -> dict[str, str]:
+    return {fact.label: "\n".join([fact.text, *fact.lines]) for fact in found.evidence}
+
+
+def test_the_page_of_an_in_process_restart_has_the_traceback() -> None:
+    (found,) = changed("in-process", "")
+    traceback = facts(found)["traceback"]
+    assert "in fault" in traceback
+    assert traceback.endswith("FloatingPointError: gradient overflow")
+    assert "regrow/inprocess" not in traceback
+
+
+def test_an_exception_as_before_has_the_traceback_of_the_event_before() -> None:
+    first, second, _ = changed("wrapper-gives-up", "")
+    assert facts(first)["traceback"] == facts(second)["traceback"]
+
+
+def test_without_the_event_of_an_exception_its_traceback_is_in_the_stderr() -> None:
+    (found,) = changed("in-process", "inprocess.raised", rank=7)
+    assert "in the stderr of the rank" in facts(found)["traceback"]
+    assert "gradient overflow" in facts(found)["exception"]
+
+
+def test_a_traceback_does_not_hide_a_time_out_of_the_same_rank() -> None:
+    (found,) = changed("in-process", "inprocess.restarted", kind="SOFT_TIMEOUT")
+    assert facts(found)["reported as"].startswith("SOFT_TIMEOUT: ")
+    assert "traceback" not in facts(found)
+
+
+@pytest.mark.parametrize("name", ["exit-code", "in-process"])
+def test_the_log_file_of_the_failed_rank_is_named_if_it_has_one(name: str) -> None:
+    (found,) = changed(name, "attempt.started", logs={"0": "logs/0", "1": "logs/1/stderr.log"})
+    assert facts(found)["log file"] == "logs/1/stderr.log"
+    (found,) = changed(name, "attempt.started", logs={})
+    assert "log file" not in facts(found)
+
+
+def test_a_grace_made_a_stop_long_only_if_a_process_outlived_it() -> None:
+    (found,) = changed("slow-stop", "")
+    assert "rank 0 did not end after SIGTERM" in found.long[0].text
+    (found,) = changed("slow-stop", "attempt.ended", killed=[], killed_descendants=[])
+    assert found.long == ()
+    (found,) = changed("slow-stop", "attempt.ended", killed=[], killed_descendants=[1])
+    assert "processes that rank 1 had started did not end" in found.long[0].text
+
+
+def test_a_stop_by_a_signal_names_the_ranks_that_were_killed() -> None:
+    (found,) = changed("preempted", "attempt.ended", killed=[0, 1])
+    assert "killed ranks 0, 1 after --shutdown-timeout (30 s)" in found.action
+    (found,) = changed("preempted", "")
+    assert "could save" not in page(found)
+
+
+def test_the_page_of_a_change_of_membership_has_its_reason_once() -> None:
+    (found,) = changed("host-joined", "")
+    assert found.title == "host node3 joined"
+    assert " ".join(page(found).split()).count("waits to join") == 1
+
+
+def test_the_last_step_that_only_an_account_shows_is_on_the_clock_of_the_job() -> None:
+    logs = recorded("exit-code")
+    for events in logs.values():
+        for event in events:
+            event.get("last_steps", {}).pop("0", None)
+    (found,) = list(explain(logs).values())[-1]
+    assert re.match(r"rank 0 had made step 36, [\d.]+ ms before the failure$", found.peers[0])
+
+
+def test_a_rank_that_was_lost_before_ends_no_call_later() -> None:
+    logs = recorded("continues-without")
+    for events in logs.values():
+        (first,) = [each for each in events if each["name"] == "regrow.inprocess.restarted"]
+        later = first | {"iteration": 2, "kind": "EXCEPTION", "rank": 2}
+        later |= {"lost": [], "lost_count": 0, "monotonic": first["monotonic"] + 0.01}
+        events.insert(events.index(first) + 1, later)
+    first_page, second_page = map(page, list(explain(logs).values())[-1])
+    assert "ranks 0, 2 ended their calls" in first_page
+    assert "rank 0 ended its call" in second_page
+
+
+def test_control_characters_of_a_setting_and_of_a_phase_do_not_reach_the_terminal() -> None:
+    found = with_settings("host-lost", keep_alive_max_attempt="\x1b[2J")
+    assert "\\x1b[2J" in page(found)
+    assert "\x1b" not in page(found)
+    (found,) = changed("in-process", "inprocess.restarted", seconds={"\x1b[2J": 1.0})
+    assert "\\x1b[2J" in page(found)
+    assert "\x1b" not in page(found)
+
+
+def test_heartbeat_settings_are_the_default_only_if_neither_is_given() -> None:
+    assert with_settings("host-lost").long[0].value == "the default"
+    given = with_settings("host-lost", keep_alive_max_attempt="9").long[0].value
+    assert given == "keep_alive_max_attempt=9"
+    both = with_settings("rendezvous-lost", keep_alive_interval="2", keep_alive_max_attempt="9")
+    values = {held.value for held in both.long}
+    assert "keep_alive_interval=2, keep_alive_max_attempt=9" in values
+
+
+def test_a_loss_begins_after_the_last_step_and_not_before_the_workers_started() -> None:
+    (found,) = list(explain(recorded("rendezvous-lost")).values())[-1]
+    started = next(
+        event["monotonic"] - events[0]["monotonic"]
+        for events in recorded("rendezvous-lost").values()
+        for event in events
+        if event["name"] == "regrow.worker.first_step"
+    )
+    assert found.at_s is not None
+    assert found.at_s > started
+    assert found.cost.buckets["unfinished"] > 2
+
+
+def test_a_worker_that_the_guardian_killed_at_the_end_of_the_lease_was_killed_by_no_stranger() -> (
+    None
+):
+    (found,) = list(explain(recorded("rendezvous-lost")).values())[-1]
+    assert found.cause == "node"
+    assert facts(found)["lease over"].startswith("host node2 was cut off")
+    (again,) = changed("rendezvous-lost", "job.finished", state="FAILED")
+    assert "lease over" in facts(again)
+    assert "sent by" not in facts(again)
+
+
+def test_a_silence_longer_than_its_limit_is_explained_by_the_takeover() -> None:
+    (found,) = list(explain(recorded("server-host-lost")).values())[-1]
+    assert "another server took over" in found.long[0].text
+
+
+def test_the_new_process_is_part_of_the_barrier_that_waits_for_it() -> None:
+    (found,) = list(explain(recorded("replaced")).values())[-1]
+    (barrier,) = [phase for phase in found.timeline if phase.name == "barrier"]
+    assert "new process" in barrier.meaning
+
+
+def test_a_page_without_a_long_setting_says_which_parts_it_leaves_out() -> None:
+    (found,) = list(explain(recorded("sigkill")).values())[-1]
+    assert "1 s and 15 %" in page(found)
+
+
+@pytest.mark.parametrize("end", [1e308, math.inf])
+def test_a_time_that_no_clock_can_have_does_not_raise(end: float) -> None:
+    (found,) = list(explain(recorded("sigkill")).values())[-1]
+    phase = Phase("stopping", 0.0, end, "workers were stopped")
+    broken = replace(found, timeline=(phase,), cost=replace(found.cost, seconds=end))
+    assert "workers were stopped" in page(broken)
+    assert draw(broken)
+    assert list_of([broken])
