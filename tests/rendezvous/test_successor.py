@@ -28,29 +28,41 @@ COPY = messages.CopyReply("life", 0, 1, 1, True, (Raw(messages.encode(RECORD)),)
 
 
 class Scene:
-    """Agent b, which gets a copy and then loses the coordinator; it is the first candidate."""
+    """An agent with a copy that loses the coordinator, agent a; the next candidate is agent b.
 
-    def __init__(self, lose: Callable[[Scene], None]) -> None:
+    Args:
+        lose: called with the scene and the time-out of each question after the copy.
+        me: the agent.
+    """
+
+    def __init__(self, lose: Callable[[Scene, float], None], me: Voter = B) -> None:
         self.now = 100.0
         self.grants = queue.Queue[messages.GrantRequest]()
+        self.served_at = queue.Queue[float]()
+        """When the agent started its server."""
+        self.connecting = queue.Queue[tuple[str, float]]()
+        """The servers to which it connects, and the time-outs."""
+        self.unreachable: tuple[str, ...] = ()
+        """Hosts that do not answer at all."""
         self._lose, self._copied = lose, False
         self.agent = Successor(
             "job",
-            B,
+            me,
             PROMISE_S,
             ["a.host:1000"],
             hosts=False,
-            open=lambda *where: cast("Any", None),
-            serve=lambda: None,
+            open=self._open,
+            serve=lambda: self.served_at.put(self.now),
             elected=lambda endpoint, epoch: None,
-            new_client=lambda open: cast("Any", self),
+            new_client=lambda open: cast("Any", _Client(self, open)),
             clock=lambda: self.now,
             threads=threading,
         )
 
-    def connect(self, timeout: float) -> None: ...
-
-    def close(self, timeout: float) -> None: ...
+    def _open(self, endpoint: str, timeout: float, stop: int) -> Any:
+        self.connecting.put((endpoint, timeout))
+        if endpoint in self.unreachable:
+            raise StoreTimeout("no answer")
 
     def ask(self, body: bytes, timeout: float) -> bytes:
         question = messages.decode_question(body)
@@ -59,19 +71,34 @@ class Scene:
             return messages.encode(messages.DoneReply(question.epoch))
         if isinstance(question, messages.CopyRequest):
             if self._copied:
-                self._lose(self)
+                self._lose(self, timeout)
             self._copied = True
         return messages.encode(COPY)
 
 
-def refuse(scene: Scene) -> None:
+class _Client:
+    """See `ServiceClient`; it connects for each question."""
+
+    def __init__(self, scene: Scene, open: Callable[[float, int], Any]) -> None:
+        self._scene, self._begin = scene, open
+
+    def connect(self, timeout: float) -> None:
+        self._begin(timeout, -1)
+
+    def ask(self, body: bytes, timeout: float) -> bytes:
+        return self._scene.ask(body, timeout)
+
+    def close(self, timeout: float) -> None: ...
+
+
+def refuse(scene: Scene, timeout: float) -> None:
     """Nothing listens at the coordinator's address."""
     raise StoreConnectionError("refused") from ConnectionRefusedError()
 
 
-def be_silent(scene: Scene) -> None:
-    """The coordinator does not answer for the length of the promise."""
-    scene.now += PROMISE_S
+def be_silent(scene: Scene, timeout: float) -> None:
+    """The coordinator does not answer."""
+    scene.now += timeout
     raise StoreTimeout("no answer")
 
 
@@ -81,7 +108,7 @@ def be_silent(scene: Scene) -> None:
     ids=["end", "silence"],
 )
 def test_a_voter_claims_what_it_has_found_and_not_that_it_has_waited_as_well(
-    lose: Callable[[Scene], None], claims: tuple[bool, bool]
+    lose: Callable[[Scene, float], None], claims: tuple[bool, bool]
 ) -> None:
     scene = Scene(lose)
     scene.agent.start("a.host:1000", 0)
@@ -89,3 +116,25 @@ def test_a_voter_claims_what_it_has_found_and_not_that_it_has_waited_as_well(
     scene.agent.stop()
     assert (grant.voter, grant.candidate, grant.epoch) == ("b", B, 1)
     assert (grant.ended, grant.waited) == claims
+
+
+def test_the_next_candidate_starts_its_server_before_the_end_of_the_promise() -> None:
+    scene = Scene(be_silent)
+    scene.agent.start("a.host:1000", 0)
+    assert scene.served_at.get(timeout=30.0) == 100.0 + PROMISE_S / 2
+    scene.grants.get(timeout=30.0)
+    scene.agent.stop()
+    assert scene.now == 100.0 + PROMISE_S
+
+
+def test_a_voter_waits_longer_for_each_next_candidate_that_does_not_answer() -> None:
+    scene = Scene(be_silent, me=C)
+    scene.unreachable = ("b.host:1000", "c.host:1000")
+    scene.agent.start("a.host:1000", 0)
+    waits = list[float]()
+    while len(waits) < 4:
+        endpoint, timeout = scene.connecting.get(timeout=30.0)
+        if endpoint in scene.unreachable:
+            waits.append(timeout)
+    scene.agent.stop()
+    assert waits == [0.75, 1.5, 3.0, 3.0]

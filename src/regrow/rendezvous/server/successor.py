@@ -4,7 +4,9 @@ A thread of the agent asks the server that runs the rounds (the *coordinator*) f
 the record (`copies.py`). When the coordinator is lost, it grants the next epoch to the candidate of
 that epoch, with its copy. If this agent is the candidate, it starts a server first, and grants the
 epoch like the others. The server takes over when a majority of the voters has granted it the epoch
-(`round_service.py`). The rules are in `protocol/succession.py`.
+(`round_service.py`). The rules are in `protocol/succession.py`. On a busy host a new process takes
+a second to start. So the next candidate starts its server when the coordinator has been silent for
+half of the promise.
 
 The coordinator is lost in one of three cases:
 
@@ -14,7 +16,8 @@ The coordinator is lost in one of three cases:
 - A server says that another voter has granted a newer epoch.
 
 A candidate that does not answer in time loses its turn: the voter grants the next epoch to the
-next candidate. The time grows with each turn, so all voters meet at one candidate in the end.
+next candidate. The time grows with each turn, also the time for a candidate that does not answer at
+all, which may be slow like its host. So all voters meet at one candidate in the end.
 
 An agent that was removed from the voters may have granted epochs that have no meaning any more. It
 continues as another voter, under a new id.
@@ -75,8 +78,8 @@ GRACE_S: Final = 0.1
 """Time for a voter with a broken connection to resume it, in seconds."""
 TURN_S: Final = 2.0, 8.0
 """How long a voter waits for the first candidate, and at most for a later one, in seconds."""
-SILENT_S: Final = 0.75
-"""How long it waits for a candidate that does not answer at all, in seconds."""
+SILENT: Final = 3 / 8
+"""The part of a turn for which a voter waits for a candidate that does not answer at all."""
 RETRY_S: Final = 0.02, 0.1
 """First and longest pause between two attempts to reach a candidate, in seconds."""
 REPORT_S: Final = 1.0
@@ -151,6 +154,7 @@ class Successor:
         self._asks = ""  # the endpoint of the client
         self._coordinator = listed[0]
         self._known = 0, listed[0]  # epoch and endpoint of the coordinator that the node knows
+        self._started = hosts  # whether this agent's server has been started
         self._thread: threading.Thread | None = None
         self._reporter: threading.Thread | None = None
         self._renewed = False  # whether the thread has to forget what the voter has granted
@@ -262,12 +266,17 @@ class Successor:
         """Ask the coordinator for changes; return False if no copy is wanted any more."""
         silent_at = self._heard_at + self._promise
         left = silent_at - self._clock()
+        starts_at = silent_at - self._promise / 2
+        if early := self._is_next and not self._started:
+            left -= self._promise / 2
         try:
             reply = self._ask(self._coordinator, self._copy_request(), max(left, self._promise / 6))
         except StoreClosedError:
             raise
         except StoreError as error:
             refused = _is_refused(error) and self._coordinator == self._copied_from
+            if early and self._clock() >= starts_at:
+                self._start_server()
             if self._may_vote and (refused or self._clock() >= silent_at):
                 logger.warning("the host that serves the rendezvous is lost: %s", error)
                 self._grant(self._promised + 1, ended=refused)
@@ -310,6 +319,11 @@ class Successor:
     def _may_vote(self) -> bool:
         # An agent with a copy may be a new voter that does not know it yet (`elected` does).
         return bool(self._succession.voters) and not self._succession.retired
+
+    @property
+    def _is_next(self) -> bool:
+        """Whether this agent is the candidate of the next epoch."""
+        return self._may_vote and candidate(self._succession, self._promised + 1).id == self.me.id
 
     def _take(self, reply: messages.CopyReply) -> bool:
         if reply.epoch < self._promised:
@@ -356,13 +370,11 @@ class Successor:
     def _vote(self) -> None:
         """Grant the epoch to its candidate until it serves, or its turn is over."""
         to = candidate(self._succession, self._promised)
-        deadline = self._clock() + self._turns.next(TURN_S[1])
+        turn = self._turns.next(TURN_S[1])
+        deadline = self._clock() + turn
         pauses = Backoff(*RETRY_S)
         if to.id == self._votes_as:
-            try:
-                self._serve()
-            except Exception as error:  # noqa: BLE001 - after any error the next candidate serves
-                logger.warning("this agent cannot take over the rendezvous: %s", error)
+            if not self._start_server():
                 self._grant(self._promised + 1, ended=False)
                 return
             if self._witness is not None and self._life:
@@ -384,7 +396,7 @@ class Successor:
             if self._renewed:
                 return
             try:
-                reply = self._ask(endpoint_of(to.host, to.port), request, left, SILENT_S)
+                reply = self._ask(endpoint_of(to.host, to.port), request, left, SILENT * turn)
             except StoreClosedError:
                 raise
             except StoreError as error:
@@ -407,6 +419,16 @@ class Successor:
         elif self._life or self._most_answer():
             self._grant(self._promised + 1, ended=False)
 
+    def _start_server(self) -> bool:
+        """Start this agent's server, unless it runs; return whether it runs."""
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - after any error the next candidate serves
+            logger.warning("this agent cannot take over the rendezvous: %s", error)
+            return False
+        self._started = True
+        return True
+
     def _most_answer(self) -> bool:
         """Return whether most of the first voters answer; follow the coordinator if one knows it.
 
@@ -421,7 +443,7 @@ class Successor:
                 continue
             endpoint = endpoint_of(voter.host, voter.port)
             try:
-                reply = self._ask(endpoint, self._copy_request(), SILENT_S)
+                reply = self._ask(endpoint, self._copy_request(), SILENT * TURN_S[0])
             except StoreClosedError:
                 raise
             except StoreError:
