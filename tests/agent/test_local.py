@@ -31,7 +31,7 @@ from regrow.agent.features.health import HealthCheckServer
 from regrow.agent.features.progress import FIRST_STEP, WorkerReports, messages
 from regrow.agent.features.state_d import UninterruptibleSleepers
 from regrow.agent.job import Job
-from regrow.events import Event
+from regrow.events import Event, as_record
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
 from regrow.rendezvous.foreign import adapted
@@ -173,6 +173,14 @@ def test_an_agent_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path) -> N
         return in_use() - before
 
     wait_until(lambda: not left(), lambda: f"{left()} are left")
+
+
+def test_all_event_sinks_see_one_time_of_day(tmp_path: Path) -> None:
+    seen = list[dict[str, Any]](), list[dict[str, Any]]()
+    first, second = (lambda event, its=its: its.append(as_record(event)) for its in seen)
+    elastic_launch(config(tmp_path, event_sinks=(first, second)), "true")()
+    assert seen[0]
+    assert seen[0] == seen[1]
 
 
 def test_an_event_sink_that_raises_costs_neither_the_job_nor_the_other_sinks(

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from regrow.agent.api import RunResult, WorkerState
@@ -76,7 +76,8 @@ class Recorder:
         }
         if self.further_fields is not None:
             metadata |= self.further_fields(name, metadata)
-        event = Event(name, EventSource.AGENT, metadata=common | metadata)
+        # All sinks show one time of day: the story on the terminal is that of the event log.
+        event = Event(name, EventSource.AGENT, round(time() * 1000), common | metadata)
         for sink in self.sinks:
             try:
                 sink(event)
