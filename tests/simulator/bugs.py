@@ -388,7 +388,7 @@ BUGS: dict[str, Bug] = {
     "not held back": Bug("hosts", range(100), successor_bugs.an_answer_is_not_held_back),
     "oldest copy": Bug("hosts", range(10, 110), successor_bugs.the_oldest_copy_wins),
     "renewed alone": Bug(
-        "hosts", range(344, 444), successor_bugs.leases_are_renewed_without_a_majority
+        "hosts", range(549, 649), successor_bugs.leases_are_renewed_without_a_majority
     ),
     "seat given at takeover": Bug(
         "hosts", range(9, 109), successor_bugs.a_seat_is_given_away_at_the_takeover
