@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.processes import wait_until
+from helpers.processes import PATIENCE, wait_until
 from helpers.stores.storing import Background, ServerThread
 from regrow.inprocess.group.group_service import InprocessService
 from regrow.inprocess.watchdog.monitor import Monitor
 from regrow.inprocess.watchdog.monitor_client import (
+    GOODBYE,
     RankDeadline,
     Terms,
     monitor_job,
@@ -322,6 +325,50 @@ def test_a_log_that_cannot_be_opened_does_not_keep_a_hung_rank_alive(
                     text = reader.read()
     assert "watches initial rank 0" in text
     assert "is ended: no progress for 1 s" in text
+
+
+def test_a_stderr_that_cannot_be_opened_does_not_keep_a_hung_rank_alive(
+    server: ServerThread,
+) -> None:
+    left, opened = threading.Event(), threading.Event()
+
+    def open_stderr(pids: Collection[int]) -> None:
+        left.set()
+        assert opened.wait(PATIENCE)  # as a file system that does not answer
+
+    where = server.endpoint, server.token.hex()
+    terms = Terms(0, 1.0, 1.0, "group", "process", *where)
+    name = f"regrow-test-{os.getpid()}"
+
+    def first(rank: int, until: float) -> str:
+        deadline = RankDeadline(1, until)
+        return json.dumps({"terms": terms._replace(rank=rank)._asdict(), "deadline": deadline})
+
+    def connected(rank: int) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(f"\0{name}")
+        connection.send(first(rank, math.inf).encode())
+        return connection
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        monitor = Background(Monitor(listener, open_stderr).run)
+        try:
+            with connected(1) as stays:
+                with connected(2) as leaves:
+                    leaves.send(GOODBYE)
+                    assert left.wait(PATIENCE)
+                command = [sys.executable, "-S", "-c", HUNG_RANK, name, first(0, time.monotonic())]
+                with subprocess.Popen(command) as rank:
+                    try:
+                        assert rank.wait(20) == -signal.SIGTERM
+                    finally:
+                        rank.kill()
+                stays.send(GOODBYE)
+        finally:
+            opened.set()
+        monitor.result()
 
 
 STUCK_STDERR = """

@@ -45,7 +45,7 @@ reports ended processes, and reports together all processes that have ended mean
 report is not logged: when a whole job ends, its store is gone before its last rank.
 
 People read the notes in a rank's log file or on stderr. Neither may delay the end of a rank, so
-all files are written in the background, in order. The connection of a rank that names files is
+one thread opens and writes all files, in order. The connection of a rank that names files is
 closed there as well: its end shows the rank that the files are written.
 """
 
@@ -205,7 +205,8 @@ class Monitor:
 
     Args:
         listener: the socket to which they connect.
-        left: called with the process ids of the other ranks when one of them has left or ended.
+        left: called in the thread of the files, with the process ids of the other ranks, when a
+            rank has left or ended. It may block.
     """
 
     def __init__(
@@ -376,7 +377,7 @@ class Monitor:
             return
         self._poll.unregister(watched.pidfd)
         os.close(watched.pidfd)
-        self._left({other.pid for other in self._watched.values()})
+        self._files.add(partial(self._left, {other.pid for other in self._watched.values()}))
 
     def _ended(self, watched: Watched) -> None:
         """Handle the end of a process; report it if there was no goodbye."""
