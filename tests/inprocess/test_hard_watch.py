@@ -139,25 +139,26 @@ def test_a_monitor_keeps_nothing_open_that_its_rank_lets_others_inherit() -> Non
 WATCHED_RANK = """
 import sys
 from regrow.inprocess.watchdog.monitor_client import HardWatch, Terms
-nowhere = {"endpoint": "127.0.0.1:1", "token": "00"}
-watch = HardWatch(Terms(int(sys.argv[2]), 90.0, 5.0, "group", **nowhere), sys.argv[1])
+store = {"endpoint": sys.argv[3], "token": "00" * 16}
+watch = HardWatch(Terms(int(sys.argv[2]), 90.0, 5.0, "group", **store), sys.argv[1])
 print("watched", flush=True)
 sys.stdin.read()
 """
 
 
-def test_the_stderr_of_a_rank_that_started_the_monitor_ends_with_the_rank() -> None:
-    def rank(number: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", WATCHED_RANK, f"{JOB}-stderr", str(number)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+def watched_rank(number: int, endpoint: str = "127.0.0.1:1") -> subprocess.Popen[bytes]:
+    """Return a process that has started a monitor, or has connected to it."""
+    command = [sys.executable, "-c", WATCHED_RANK, f"{JOB}-stderr", str(number), endpoint]
+    pipe = subprocess.PIPE
+    rank = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == b"watched\n"
+    return rank
 
-    with rank(0) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == b"watched\n"
-        with rank(1) as second:
-            assert second.stdout is not None
-            assert second.stdout.readline() == b"watched\n"
+
+def test_the_stderr_of_a_rank_that_started_the_monitor_ends_with_the_rank() -> None:
+    with watched_rank(0) as first:
+        with watched_rank(1) as second:
             first.kill()
             assert first.stderr is not None
             ended = select.poll()
@@ -167,6 +168,22 @@ def test_the_stderr_of_a_rank_that_started_the_monitor_ends_with_the_rank() -> N
                 another.connect(monitor_name(f"{JOB}-stderr"))  # the monitor has not ended
             second.kill()
         assert found
+
+
+def test_the_stderr_of_the_last_rank_ends_before_the_last_report_of_the_monitor() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as store:  # it sends no answer
+        store.settimeout(PATIENCE)
+        host, port = store.getsockname()
+        with watched_rank(0, f"{host}:{port}") as rank:
+            rank.kill()
+            report, _ = store.accept()
+            with report:
+                ended = select.poll()
+                assert rank.stderr is not None
+                ended.register(rank.stderr, select.POLLHUP)
+                ended.register(report, select.POLLRDHUP)
+                found = [fd for fd, _ in ended.poll(1000 * PATIENCE)]
+                assert found == [rank.stderr.fileno()]
 
 
 def test_ranks_of_two_agents_on_a_host_have_monitors_of_their_own() -> None:

@@ -492,13 +492,12 @@ def _write(path: str, line: str, mode: str = "a") -> str:
 
 
 def _use_stderr_of(pids: Collection[int]) -> None:
-    """Write to the stderr of one of these processes from now on, and let go of the one before.
+    """Write to the stderr of one of these processes from now on, and close the one before.
 
     The monitor has inherited the streams of the rank that started it. When that rank has ended, its
-    agent waits for the end of these streams before it starts another process in its place.
+    agent waits for the end of these streams. Without processes, the monitor writes to /dev/null:
+    its last reports may take longer than the last rank.
     """
-    if not pids:
-        return  # the monitor ends as well
     for path in (*(f"/proc/{pid}/fd/2" for pid in pids), os.devnull):
         with suppress(OSError):  # the process has ended, or its stderr is a socket
             stderr = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
