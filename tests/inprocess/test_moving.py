@@ -97,6 +97,30 @@ def test_a_parked_rank_joins_the_next_round_with_its_variables(agent: Agent) -> 
     end()
 
 
+@pytest.mark.usefixtures("environment")
+def test_an_order_to_wait_that_comes_before_the_order_to_join_holds_in_the_next_round(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[int] = []
+    monkeypatch.setattr("regrow._progress.set_restart_state", reports.append)
+    agent.order(kind="leave", attempt=3)
+    agent.moves.listen(agent.left.set)()
+    assert agent.left.wait(PATIENCE)
+    agent.moves.park()
+    agent.order(kind="wait", attempt=3, seconds=1e9)  # to the attempt that the rank has left
+    agent.order(kind="join", env={"REGROW_ATTEMPT": "4"})
+    agent.moves.join()
+    assert agent.moves.leave_timeout == 0
+    agent.order(kind="leave", attempt=4)
+    agent.moves.listen(agent.left.set)()
+    agent.moves.park()
+    agent.order(kind="wait", attempt=5, seconds=7.0)
+    agent.order(kind="join", env={"REGROW_ATTEMPT": "5"})
+    agent.moves.join()
+    assert agent.moves.leave_timeout == 7
+    assert len(reports) == 2, "an order to wait does not report the rank as parked again"
+
+
 @pytest.mark.parametrize("lost", [LinkLostError("lost"), BarrierTimeout("rank 1 is missing")])
 def test_a_rank_that_cannot_go_on_waits_for_longer_while_a_host_leaves(
     agent: Agent, lost: Exception
@@ -105,7 +129,7 @@ def test_a_rank_that_cannot_go_on_waits_for_longer_while_a_host_leaves(
     agent.order(kind="wait", attempt=2, seconds=1e9)  # to an older attempt
     agent.order(kind="wait", attempt=3, seconds="for ever")
     agent.order(kind="wait", attempt=3, seconds=PATIENCE)
-    wait_until(lambda: agent.moves.patience == PATIENCE, "the order")
+    wait_until(lambda: agent.moves.leave_timeout == PATIENCE, "the order")
     taken = Background(agent.moves.takes, lost, 0)
     agent.order(kind="leave", attempt=3)
     assert taken.result()

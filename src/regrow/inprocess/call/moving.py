@@ -15,11 +15,13 @@ of its workers the order to leave the round:
 4. The rank makes the call again, as a process that has just come to it: in a new group in the
    store of the new round, where the ranks that stayed and those in new processes meet.
 
-A rank that cannot reach its store any more waits for the order, because the store's host may be the
-one that was lost. The order to leave also ends a connection attempt in the next round. If several
-hosts leave with notice, the host of the store may be gone long before the last one, which ends the
-round. So the agent orders its ranks to wait for longer then. They also wait if they do not meet a
-rank because it still saves.
+A rank that cannot reach its store any more waits up to `ORDER_S` seconds for the order to leave,
+because the store's host may be the one that was lost. The order to leave also ends a connection
+attempt in the next round. If several hosts leave with notice, the round lasts until the last of
+them has left, and the host of the store may have left long before. So when a host gives notice, the
+agents of the other hosts send the order to wait: a rank that cannot continue waits for the order to
+leave for as long as the order to wait says. It then also waits if another rank does not come to a
+barrier, because that rank may still be saving.
 
 An order is one line of JSON in a pipe that the agent holds, opened as `/proc/<agent>/fd/<n>`. The
 order to leave names the attempt, so that a late one has no effect on the next attempt.
@@ -82,8 +84,11 @@ class Moves:
         self._unread = b""
         self._waiting: deque[dict[str, Any]] = deque()
         self._over = False  # whether the agent has ended, so that no order comes any more
-        self.patience = 0.0
-        """Seconds that the agent has ordered to wait for the order to leave."""
+        self.leave_timeout = 0.0
+        """Seconds for which a rank that cannot continue waits for the order to leave.
+
+        They count from its error. The agent sets them by the order to wait; 0 without that order.
+        """
 
     def close(self) -> None:
         """Release the descriptors."""
@@ -113,7 +118,7 @@ class Moves:
                 if str(order.get("attempt")) != _attempt():
                     continue
                 if order.get("kind") == WAIT:
-                    self.patience = order.get("seconds", 0.0)
+                    self.leave_timeout = order.get("seconds", 0.0)
                 elif order.get("kind") == LEAVE:
                     self._leaving.set()
                     os.eventfd_write(self.leaves, 1)
@@ -130,17 +135,18 @@ class Moves:
             timeout: seconds for which it waits, at most `ORDER_S`, unless the agent has ordered it
                 to wait for longer.
         """
-        missing = bool(self.patience) and is_a(error, BarrierTimeout)  # a rank that saves
+        missing = bool(self.leave_timeout) and is_a(error, BarrierTimeout)  # a rank that saves
         if self.leaving:
             return missing or is_a(error, LinkClosedError | LinkLostError | StoreError)
         if not missing and not is_a(error, LinkLostError | StoreError):
             return False
-        timeout = max(min(timeout, ORDER_S), self.patience)
+        timeout = max(min(timeout, ORDER_S), self.leave_timeout)
         logger.warning("this rank waits %g s for the next round, because: %s", timeout, error)
         return self._leaving.wait(timeout)
 
     def park(self) -> None:
         """Report to the agent that this rank has left its round."""
+        self.leave_timeout = 0.0
         board.set_restart_state(board.OWES_RESULT | board.MAY_STAY | board.PARKED)
         board.wake_agent()
 
@@ -160,7 +166,6 @@ class Moves:
                     _take(order)
                     board.reopen()  # the next step is the first one of the next attempt
                     self._leaving.clear()
-                    self.patience = 0.0
                     os.eventfd_read(self.leaves)
                     logger.warning(
                         "rank %s of %s goes on in the next round, %.3f s after it left its round",
@@ -169,7 +174,10 @@ class Moves:
                         time.monotonic() - begun,
                     )
                     return
-                self.park()  # the next round has ended before it began
+                if order.get("kind") == LEAVE:
+                    self.park()  # the next round has ended before it began
+                elif str(order.get("attempt")) != _attempt():  # an order to wait in the next round
+                    self.leave_timeout = order.get("seconds", 0.0)
             if self._over:
                 raise LinkLostError("the agent of this rank has ended")
             ready([self._orders])
