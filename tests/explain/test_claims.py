@@ -92,6 +92,31 @@ def test_a_stop_by_a_signal_names_the_ranks_that_were_killed() -> None:
     assert "could save" not in page(found)
 
 
+def slow_end(took_s: float, **stopping: Any) -> Explanation:
+    """Return the explanation of a job whose workers had to be killed after a signal."""
+    logs = recorded("preempted")
+    for events in logs.values():
+        for event in events:
+            match event["name"]:
+                case "regrow.attempt.ended":
+                    event["killed"] = [0, 1]
+                case "regrow.job.stopping":
+                    event.update(stopping)
+                    since = event["monotonic"]
+                case "regrow.job.finished":
+                    event["signal"] = stopping.get("signal", "SIGTERM")
+                    event["monotonic"] = since + took_s
+    (found,) = list(explain(logs).values())[-1]
+    return found
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])
+def test_a_slow_end_of_a_job_names_the_signal_that_the_workers_got(signal: str) -> None:
+    (held,) = slow_end(30.0, signal=signal).long
+    assert f"ranks 0, 1 did not end after {signal}, and" in held.text
+    assert f"A handler of {signal}," in held.text
+
+
 def test_the_page_of_a_change_of_membership_has_its_reason_once() -> None:
     (found,) = changed("host-joined", "")
     assert found.title == "host node3 joined"

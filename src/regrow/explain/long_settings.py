@@ -25,8 +25,8 @@ LAST_CALL_S = 30.0
 LEASE = "workers of a host that is cut off are killed"
 """Name of the bound of a lease, as the job records it."""
 _DEFAULT = "the default"
-_SHUTDOWN = ("shutdown_timeout", "--shutdown-timeout")
-_RESTART = ("restart_timeout", "--restart-timeout")
+_SHUTDOWN = "--shutdown-timeout"
+_RESTART = "--restart-timeout"
 _KEEP_ALIVE = "--rdzv-conf keep_alive_interval, keep_alive_max_attempt"
 _SILENT_HOST = "a silent host counts as lost"
 
@@ -41,25 +41,21 @@ def of_failure(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> tup
     found.append(
         Held("end of the failed process", "by the script", _length(timeline, "ending"), text)
     )
-    if not failure.is_host_lost and failure.restarted_attempt is None:
-        found += _stop(scene, failure.attempt, timeline, *_SHUTDOWN)
-    elif not failure.is_host_lost:
-        found += _stop(scene, failure.attempt, timeline, *_RESTART)
+    if not failure.is_host_lost:
+        flag = _SHUTDOWN if failure.restarted_attempt is None else _RESTART
+        found += _stop(scene, failure.attempt, timeline, flag)
     return _biggest(found, timeline)
 
 
 def of_change(scene: Scene, change: PlannedRestart, timeline: Sequence[Phase]) -> tuple[Held, ...]:
     """Return what made a change of membership long, biggest first."""
-    found = [
-        *_restart(scene, change, timeline),
-        *_stop(scene, change.attempt, timeline, *_SHUTDOWN),
-    ]
+    found = [*_restart(scene, change, timeline), *_stop(scene, change.attempt, timeline, _SHUTDOWN)]
     return _biggest(found, timeline)
 
 
 def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tuple[Held, ...]:
     """Return what made the end of a job long; `attempt` is the last one."""
-    found = [*_stop(scene, attempt, timeline, *_SHUTDOWN)]
+    found = [*_stop(scene, attempt, timeline, _SHUTDOWN, scene.story.signal or "SIGTERM")]
     if (silent := _length(timeline, "silent")) > 0:
         lease = seconds(real(scene.bounds, LEASE))
         text = f"the workers may run until the lease ends, {lease} after the last answer"
@@ -160,10 +156,23 @@ def _given(settings: Mapping[str, Any], key: str) -> str:
 
 
 def _stop(
-    scene: Scene, attempt: int | None, timeline: Sequence[Phase], key: str, flag: str
+    scene: Scene,
+    attempt: int | None,
+    timeline: Sequence[Phase],
+    flag: str,
+    signal: str = "SIGTERM",
 ) -> Iterator[Held]:
-    """Yield the grace of a stop, if the agent recorded that a process outlived it."""
-    grace, took = real(scene.settings, key), _length(timeline, "stopping")
+    """Yield the grace of a stop, if the agent recorded that a process outlived it.
+
+    Args:
+        scene: the run.
+        attempt: the attempt whose workers were stopped.
+        timeline: the phases.
+        flag: the setting of the grace.
+        signal: name of the signal that the agent sent to the workers.
+    """
+    grace = real(scene.settings, flag.removeprefix("--").replace("-", "_"))
+    took = _length(timeline, "stopping")
     if grace is None or took < 0.9 * grace:
         return
     killed, descendants = scene.overdue(attempt)
@@ -172,8 +181,8 @@ def _stop(
         parts.append(f"processes that {many_ranks(descendants)} had started")
     if parts:
         text = (
-            f"{' and '.join(parts)} did not end after SIGTERM, and had to be killed after this"
-            " time. A handler of SIGTERM, or native code that blocks, may keep a process"
+            f"{' and '.join(parts)} did not end after {signal}, and had to be killed after this"
+            f" time. A handler of {signal}, or native code that blocks, may keep a process"
         )
         yield Held(flag, f"{grace:g} s", took, text)
 
