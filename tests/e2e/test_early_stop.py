@@ -153,6 +153,7 @@ def test_a_worker_that_does_not_reach_the_step_gets_the_signal_at_last(launch: L
     job.signal(signal.SIGTERM)
     assert job.finish() == 143, job.output
     assert job.events("stop.decided"), job.output
+    assert job.events("job.stopping")[0]["grace_s"] < 2, "the rest of the grace"
 
 
 def test_a_save_may_use_the_whole_grace(launch: Launch) -> None:

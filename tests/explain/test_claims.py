@@ -117,6 +117,15 @@ def test_a_slow_end_of_a_job_names_the_signal_that_the_workers_got(signal: str) 
     assert f"A handler of {signal}," in held.text
 
 
+def test_a_slow_end_of_a_job_shows_the_grace_that_was_in_force() -> None:
+    short = slow_end(4.0, grace_s=3.98)
+    assert "killed ranks 0, 1 after 4.0 s (less than --shutdown-timeout, 30 s)" in short.action
+    assert [held.value for held in short.long] == ["30 s, of which 4.0 s were left"]
+    whole = slow_end(30.0, grace_s=29.998)
+    assert "killed ranks 0, 1 after --shutdown-timeout (30 s)" in whole.action
+    assert [held.value for held in whole.long] == ["30 s"]
+
+
 def test_the_page_of_a_change_of_membership_has_its_reason_once() -> None:
     (found,) = changed("host-joined", "")
     assert found.title == "host node3 joined"

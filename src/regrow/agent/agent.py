@@ -282,7 +282,7 @@ class SimpleElasticAgent(ElasticAgent):
             # Ctrl-C is a KeyboardInterrupt if the signals to handle are without SIGINT.
             death_sig = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             # First, because this event decides whether this agent still prints for the job.
-            recorder.emit("regrow.job.stopping", signal=death_sig.name)
+            recorder.emit("regrow.job.stopping", signal=death_sig.name, grace_s=job.final_grace)
             logger.warning("received %s; the workers are being stopped", death_sig.name)
             asked_by = self._asked_to_stop_by()
             why = f"{JOB_STOPS}{asked_by}" if asked_by else f"its agent got {death_sig.name}"

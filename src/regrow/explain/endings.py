@@ -152,13 +152,16 @@ def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str
         yield f"sent {scene.story.signal} to the workers, and waited for them to end"
     else:
         yield "stopped the workers, and ended the job"
-    grace = real(scene.settings, "shutdown_timeout")
-    if scene.story.state == "SIGNALED" and grace is not None:
+    whole, grace = real(scene.settings, "shutdown_timeout"), scene.final_grace
+    if scene.story.state == "SIGNALED" and whole is not None and grace is not None:
+        limit = f"--shutdown-timeout ({whole:g} s)"
+        if seconds(grace) != seconds(whole):
+            limit = f"{seconds(grace)} (less than --shutdown-timeout, {whole:g} s)"
         killed, _ = scene.overdue(attempt)
         if killed:
-            yield f"killed {many_ranks(killed)} after --shutdown-timeout ({grace:g} s)"
+            yield f"killed {many_ranks(killed)} after {limit}"
         else:
-            yield f"after --shutdown-timeout ({grace:g} s) it would have killed them"
+            yield f"after {limit} it would have killed them"
 
 
 def explain_server_end(scene: Scene, end: ServerEnd) -> Explanation:

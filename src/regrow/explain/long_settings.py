@@ -55,7 +55,8 @@ def of_change(scene: Scene, change: PlannedRestart, timeline: Sequence[Phase]) -
 
 def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tuple[Held, ...]:
     """Return what made the end of a job long; `attempt` is the last one."""
-    found = [*_stop(scene, attempt, timeline, _SHUTDOWN, scene.story.signal or "SIGTERM")]
+    signal, grace = scene.story.signal or "SIGTERM", scene.final_grace
+    found = [*_stop(scene, attempt, timeline, _SHUTDOWN, signal, grace)]
     if (silent := _length(timeline, "silent")) > 0:
         lease = seconds(real(scene.bounds, LEASE))
         text = f"the workers may run until the lease ends, {lease} after the last answer"
@@ -161,6 +162,7 @@ def _stop(
     timeline: Sequence[Phase],
     flag: str,
     signal: str = "SIGTERM",
+    grace: float | None = None,
 ) -> Iterator[Held]:
     """Yield the grace of a stop, if the agent recorded that a process outlived it.
 
@@ -170,10 +172,11 @@ def _stop(
         timeline: the phases.
         flag: the setting of the grace.
         signal: name of the signal that the agent sent to the workers.
+        grace: seconds until they were killed; None: as set.
     """
-    grace = real(scene.settings, flag.removeprefix("--").replace("-", "_"))
-    took = _length(timeline, "stopping")
-    if grace is None or took < 0.9 * grace:
+    whole = real(scene.settings, flag.removeprefix("--").replace("-", "_"))
+    grace, took = whole if grace is None else grace, _length(timeline, "stopping")
+    if whole is None or grace is None or took < 0.9 * grace:
         return
     killed, descendants = scene.overdue(attempt)
     parts = [many_ranks(killed)] if killed else []
@@ -184,7 +187,8 @@ def _stop(
             f"{' and '.join(parts)} did not end after {signal}, and had to be killed after this"
             f" time. A handler of {signal}, or native code that blocks, may keep a process"
         )
-        yield Held(flag, f"{grace:g} s", took, text)
+        left = "" if seconds(grace) == seconds(whole) else f", of which {seconds(grace)} were left"
+        yield Held(flag, f"{whole:g} s{left}", took, text)
 
 
 def _restart(

@@ -84,6 +84,15 @@ class Scene:
         found = self.first("job.started").get("bounds")
         return found if isinstance(found, Mapping) else {}
 
+    @property
+    def final_grace(self) -> float | None:
+        """Seconds from the signal at the end of the job until the workers are killed.
+
+        A time limit may have left less than --shutdown-timeout. Older logs show only the setting.
+        """
+        recorded = real(self.first("job.stopping"), "grace_s")
+        return real(self.settings, "shutdown_timeout") if recorded is None else recorded
+
     def failed_before(self, what: str, attempt: int) -> list[int]:
         """Return the latest attempts before another one that ended by the same failure."""
         same = self._failed.get(what, [])
