@@ -92,3 +92,31 @@ train()
     assert "in fail" in first["traceback"]
     assert "regrow/inprocess" not in first["traceback"]
     assert second["traceback"] is None  # it is that of the event before
+
+
+def test_a_hang_in_the_function_is_an_event_with_the_stack_of_the_rank_that_hung(
+    launch: Launch,
+) -> None:
+    job = launch(
+        """
+from datetime import timedelta
+from regrow.inprocess import CallWrapper, Wrapper
+def load_batch():
+    time.sleep(60)
+@Wrapper(soft_timeout=timedelta(seconds=1.5))
+def train(call: CallWrapper):
+    if call.iteration > 0:
+        return
+    if RANK == 0:
+        load_batch()
+    with call.disable_hang_protection():
+        time.sleep(60)
+train()
+""",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+    )
+    assert job.finish() == 0, job.output
+    (raised,) = job.events("inprocess.raised")
+    assert (raised["iteration"], raised["rank"]) == (0, 0)
+    assert "in load_batch\n" in raised["traceback"]

@@ -51,7 +51,7 @@ EXPECTED: Mapping[str, Expected] = {
     "stopped-early": Expected("stop", None, "asked by       SIGTERM", (), "stopping"),
     "in-process": Expected("exception", 1, "in fault", (), "redoing"),
     "in-process-time-out": Expected(
-        "hang", 1, "no automatic progress", (), "silent", "Wrapper(soft_timeout=)"
+        "hang", 1, "    time.sleep(1000)", (), "silent", "Wrapper(soft_timeout=)"
     ),
     "wrapper-gives-up": Expected("exception", 1, "gradient overflow", (), "redoing"),
     "replaced": Expected("signal", 2, "killed by SIGKILL", (1,), "barrier"),

@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Set
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 from regrow._accounts import REPEATED, REPEATED_STEPS, STEPS
@@ -247,6 +247,8 @@ def _evidence(
     kind, message = text(event, "kind") or "unknown", text(event, "message") or "?"
     if kind not in ("EXCEPTION", "BASE_EXCEPTION"):
         yield Fact("reported as", f"{kind}: {message}")
+        if stack := _before_interrupt(recorded.traceback_of(restart)):
+            yield Fact("stack", "", stack)
     elif traceback := recorded.traceback_of(restart):
         yield Fact("traceback", "", shortened(traceback))
     else:
@@ -263,6 +265,14 @@ def _evidence(
         yield Fact("log file", log_file)
     if (faults := integer(event, "faults") or 1) > 1:
         yield Fact("faults", f"{faults} ranks reported a fault; this was the first")
+
+
+def _before_interrupt(traceback: str) -> tuple[str, ...]:
+    """Return the lines of a traceback up to the interrupt by regrow."""
+    return tuple(takewhile(lambda line: not _INTERRUPT.search(line), shortened(traceback)))
+
+
+_INTERRUPT = re.compile(r"/regrow/inprocess/interrupt/|^regrow\.inprocess\.exception\.")
 
 
 def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int]) -> Iterator[str]:

@@ -48,6 +48,7 @@ from regrow.inprocess.call.restart import (
     report_exception,
     report_restart,
     root_cause,
+    was_overdue,
 )
 from regrow.inprocess.compose import Compose
 from regrow.inprocess.exception import (
@@ -397,6 +398,8 @@ class CallWrapper:
                 except LinkError as failed:
                     if not self._is_cut_off(failed):
                         raise
+            elif was_overdue(ending.timeline, state.initial_rank):
+                self._send_exception(error)  # its traceback shows where the function hung
             release(error)
         # Free all objects that the function left. A user that keeps its exception also keeps this
         # frame.

@@ -41,7 +41,8 @@ exception; they live until the call ends. Therefore regrow freezes once more onl
 would also keep such objects of another iteration.
 
 **Report.** A restart is one line in the log of each rank, and one event of the job. A rank whose
-function has raised an exception sends another event, with the traceback.
+function has raised an exception sends another event, with the traceback. So does a rank that
+exceeded its soft time-out: the interrupt was raised where the function hung.
 """
 
 from __future__ import annotations
@@ -141,6 +142,12 @@ def root_cause(faults: Faults) -> Fault | None:
         return None
     ended = next((fault for fault in records if fault.kind in _ENDS), records[0])
     return next(fault for fault in records if fault.rank == ended.rank)
+
+
+def was_overdue(timeline: Timeline | None, rank: int | None) -> bool:
+    """Return whether an initial rank was reported at its soft time-out."""
+    records = () if timeline is None else timeline.faults.records
+    return any((f.kind, f.rank) == (Interruption.SOFT_TIMEOUT.name, rank) for f in records)
 
 
 @dataclass(slots=True)
