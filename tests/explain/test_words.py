@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regrow.explain import RUNG_NAMES
 from regrow.explain.words import many_ranks, relative, seconds
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/architecture.md"])
+def test_the_names_of_the_rungs_are_those_of_the_documentation(page: str) -> None:
+    text = Path(__file__).parents[2].joinpath(page).read_text()
+    rows = re.findall(r"^\| (\d)\. ([a-z ]*[a-z])", text, re.MULTILINE)
+    assert {int(rung): name for rung, name in rows} == RUNG_NAMES
 
 
 def test_neighbouring_ranks_are_a_range() -> None:

@@ -11,6 +11,7 @@ and `endings` each explain one kind of incident; `findings` has the evidence for
 which setting decided how long it took.
 """
 
+from regrow.explain.explanation import RUNG_NAMES as RUNG_NAMES
 from regrow.explain.explanation import Cost, Explanation, Fact, Held, Phase, Refusal
 from regrow.explain.job import explain, read_explanations
 from regrow.explain.page import list_of, page

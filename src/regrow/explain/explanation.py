@@ -13,9 +13,15 @@ RUNGS = {
     4: "the job went on with other hosts",
     5: "the scheduler started the job again",
 }
-"""The rungs of the ladder: on which one a failure was recovered from."""
-SHORT = {1: "same process", 2: "one new process", 3: "all workers", 4: "other hosts", 5: "requeue"}
-"""Short names of the rungs."""
+"""What happened on the rung of the ladder that recovered from a failure."""
+RUNG_NAMES = {
+    1: "same process",
+    2: "one new process",
+    3: "new worker group",
+    4: "other hosts",
+    5: "the scheduler",
+}
+"""Names of the rungs, as in the README."""
 
 
 @dataclass(frozen=True, slots=True)

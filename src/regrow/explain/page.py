@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from regrow.events import NO_ID, clean
-from regrow.explain.explanation import RUNGS, SHORT, Cost, Explanation, Fact
+from regrow.explain.explanation import RUNG_NAMES, RUNGS, Cost, Explanation, Fact
 from regrow.explain.long_settings import LEAST_S, LEAST_SHARE
 from regrow.explain.words import count, seconds
 from regrow.ledger import title
@@ -102,7 +102,7 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
     yield f"What regrow did{rung}"
     yield from (line for did in each.action for line in _wrapped(f"  {clean(did)}", "    "))
     for refusal in each.refusals:
-        what = f"not rung {refusal.rung} ({SHORT[refusal.rung]}): {clean(refusal.reason)}"
+        what = f"not rung {refusal.rung} ({RUNG_NAMES[refusal.rung]}): {clean(refusal.reason)}"
         yield from _wrapped(f"  {what}", "    ")
     if each.timeline:
         yield ""

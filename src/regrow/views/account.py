@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from regrow.events import read_events
 from regrow.events.evidence import Record
-from regrow.explain import Explanation, draw, explain
+from regrow.explain import RUNG_NAMES, Explanation, draw, explain
 from regrow.ledger import MEANINGS, PRODUCTIVE, UNKNOWN, Ledger, build_ledgers, title
 from regrow.views.runs import Job
 
@@ -48,7 +48,7 @@ class Accounts:
 
         Returns:
             `ledger`: its figures, or None without the logs; `explanations`: the latest ones;
-            `is_current`: whether the account is of this version.
+            `rungs`: the names of the rungs; `is_current`: whether the account is of this version.
         """
         begun = self._clock()
         if version != self._version and begun >= self._next:
@@ -76,6 +76,7 @@ def account(job: Job, remote: RemoteJob | None) -> dict[str, Any]:
     return {
         "ledger": _figures(ledgers[-1]) if ledgers else None,
         "explanations": [_shown(each) for each in found[-MOST_EXPLANATIONS:]],
+        "rungs": RUNG_NAMES,
         "left_out": max(len(found) - MOST_EXPLANATIONS, 0),
     }
 

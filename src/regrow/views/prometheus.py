@@ -18,9 +18,11 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from regrow.explain import RUNG_NAMES
 from regrow.views.job_snapshot import Snapshot
 
 NODE_STATES = ("waiting", "starting", "running", "restarting", "stopping", "over")
+_RUNGS = ", ".join(f"{rung} {RUNG_NAMES[rung]}" for rung in range(1, 5))  # those within a job
 RANK_STATES = (
     *("running", "suspended", "hung", "stalled", "replacing", "lost", "failed"),
     *("stopped", "succeeded", "unknown"),
@@ -59,7 +61,7 @@ METRICS = {
     "regrow_restarts_left": Described("gauge", "Failures that the job can still recover from."),
     "regrow_restarts": Described(
         "counter",
-        "Recoveries by rung (1 same process, 2 one new process, 3 new workers, 4 other hosts).",
+        f"Recoveries by rung ({_RUNGS}).",
         ("rung", "cause"),
     ),
     "regrow_recovery_seconds": Described(

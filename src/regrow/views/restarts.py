@@ -19,7 +19,7 @@ class Restart:
     """A recovery: what caused it, on which rung of the ladder it was healed, how long it took."""
 
     rung: int
-    """1 same process, 2 one new process, 3 new worker group, 4 other hosts."""
+    """1 to 4, of `regrow.explain.RUNG_NAMES`."""
     cause: str
     """exception, exit, signal, hang, heartbeat, node, membership or unknown."""
     attempt: int

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from regrow.explain import RUNG_NAMES
 from regrow.views.job_snapshot import Node, Rank, Snapshot
 from regrow.views.restarts import Restart
 from regrow.views.runs import Library
@@ -20,7 +21,6 @@ REFRESH_S = 0.25
 """Seconds between two drawings."""
 MOST_RESTARTS = 5
 _STYLES = {"running": "green", "succeeded": "green", "failed": "red", "killed": "red"}
-_RUNGS = {1: "same process", 2: "one new process", 3: "new worker group", 4: "other hosts"}
 
 
 def show(library: Library, console: Console, *, once: bool) -> None:
@@ -110,7 +110,7 @@ def _nodes(nodes: Sequence[Node]) -> Table:
 def _restarts(restarts: Sequence[Restart]) -> Table:
     table = _table("rung", "cause", "rank", "what", "took")
     for each in restarts:
-        healed = f"{each.rung} {_RUNGS[each.rung]}" if each.restarted else "not healed"
+        healed = f"{each.rung} {RUNG_NAMES[each.rung]}" if each.restarted else "not healed"
         took = _duration(each.phases[-1][1]) if each.phases else "-"
         table.add_row(healed, each.cause, _number(each.rank), Text(each.what), took)
     return table

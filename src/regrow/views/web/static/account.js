@@ -4,7 +4,6 @@ import { get } from "./api.js";
 import { duration, fill, h, number, s, time } from "./dom.js";
 
 const AGAIN_MS = 1000;
-const RUNGS = { 1: "same process", 2: "one new process", 3: "new worker group", 4: "other hosts", 5: "the scheduler" };
 const percent = (share) => (share === null ? "-" : `${(100 * share).toFixed(1)} %`);
 
 /** The sections, with `update(job)`, which reads the account again when the job has further events. */
@@ -36,7 +35,7 @@ export function accountPanel(key) {
     const open = new Set([...failed.querySelectorAll("details[open]")].map((each) => Number(each.dataset.number)));
     const last = found.explanations.at(-1)?.number ?? 0;
     const isOpen = (each) => (each.number > seen ? each.number === last : open.has(each.number));
-    fill(failed, found.explanations, (all) => explained(all, found.left_out, isOpen));
+    fill(failed, found.explanations, (all) => explained(all, found, isOpen));
     seen = last;
   }
 
@@ -78,14 +77,14 @@ function shade(name, index) {
   return name.startsWith("phase:") ? "phase" : `loss${index % LOSSES}`;
 }
 
-function explained(all, leftOut, isOpen) {
+function explained(all, { left_out: leftOut, rungs }, isOpen) {
   if (!all.length) return h("p", { class: "dim" }, "None.");
   const more = leftOut ? [h("p", { class: "dim" }, `${number(leftOut)} earlier ones: regrow explain`)] : [];
-  return [...more, ...all.map((each) => explanation(each, isOpen(each)))];
+  return [...more, ...all.map((each) => explanation(each, rungs, isOpen(each)))];
 }
 
-function explanation(each, isOpen) {
-  const healed = each.rung === null ? "" : ` (rung ${each.rung}, ${RUNGS[each.rung]}${each.cost.seconds === null ? "" : `, ${duration(each.cost.seconds)}`})`;
+function explanation(each, rungs, isOpen) {
+  const healed = each.rung === null ? "" : ` (rung ${each.rung}, ${rungs[each.rung]}${each.cost.seconds === null ? "" : `, ${duration(each.cost.seconds)}`})`;
   const about = [
     each.attempt === null ? null : `attempt ${each.attempt}`, `cause: ${each.cause}`,
     each.injected ? `injected by --chaos: ${each.injected}` : null, each.outcome,
@@ -100,7 +99,7 @@ function explanation(each, isOpen) {
     each.peers.map((text) => h("p", {}, text)),
     h("h3", {}, "What regrow did"),
     each.action.map((text) => h("p", {}, text)),
-    each.refusals.map(({ rung, reason }) => h("p", {}, h("span", { class: "dim" }, `not rung ${rung}, ${RUNGS[rung]}: `), reason)),
+    each.refusals.map(({ rung, reason }) => h("p", {}, h("span", { class: "dim" }, `not rung ${rung}, ${rungs[rung]}: `), reason)),
     each.svg ? [h("h3", {}, "Timeline"), drawing(each)] : null,
     h("h3", {}, "Cost"),
     h("p", {}, costOf(each.cost)),
