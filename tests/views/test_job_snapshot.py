@@ -15,7 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.explained.record import STORIES, stories
 from helpers.views.written_job import WrittenJob
+from regrow.events import read_events
+from regrow.explain import explain
 from regrow.views import JobWatch, Library, Snapshot, snapshot
 from regrow.views.job_snapshot import Source
 
@@ -264,3 +267,19 @@ def test_fields_of_any_type_never_raise(
         Source(name="b", events=others, alive=None, now=None),
     ]
     json.dumps(snapshot(sources).to_json())
+
+
+NO_RESTARTS = ("server", "stop")
+# explain has one page about the lost rendezvous, not one about a worker that its guardian killed.
+WITHOUT_A_RENDEZVOUS = "rendezvous-lost"
+
+
+@pytest.mark.parametrize("name", sorted({*stories()} - {WITHOUT_A_RENDEZVOUS}))
+def test_the_views_name_the_causes_that_explain_names(name: str) -> None:
+    logs = {log.name: list(read_events(log)) for log in (STORIES / name).glob("*.jsonl")}
+    sources = [
+        Source(name=log, events=events, alive=None, now=None) for log, events in logs.items()
+    ]
+    (explained,) = explain(logs).values()
+    expected = [(each.cause, each.rank) for each in explained if each.cause not in NO_RESTARTS]
+    assert [(each.cause, each.rank) for each in snapshot(sources).restarts] == expected

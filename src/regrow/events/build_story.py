@@ -254,6 +254,7 @@ class _StoryBuilder:
         return Failure(
             attempt=number,
             what=what,
+            cause="node" if is_host_lost else evidence.cause_of(root, timer),
             rank=None if is_guardian else integer(root, "rank"),
             host=host,
             pid=None if is_guardian else integer(root, "pid"),

@@ -166,6 +166,24 @@ def failed_at(event: Record) -> float:
     return math.inf if at is None else at
 
 
+def cause_of(failure: Record, timer: Expiry | None) -> str:
+    """Return the kind of a worker's failure; see `Failure.cause`.
+
+    Args:
+        failure: the event of the failure.
+        timer: the timer that made the agent kill the worker.
+    """
+    if timer is not None:
+        return "heartbeat" if timer.heartbeat else "hang"
+    if text(failure, "killed_with") is not None:  # the guardian failed
+        return "unknown"
+    if signal_name(failure) is not None:
+        return "signal"
+    if text(failure, "traceback") is not None:
+        return "exception"
+    return "unknown" if integer(failure, "exit_code") is None else "exit"
+
+
 class Hosts:
     """Names of the hosts of nodes, read from the ids of the nodes in the events.
 

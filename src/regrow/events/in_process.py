@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from regrow.events.evidence import Record, integer, integers, one_line, real, since, text
+from regrow.events.evidence import (
+    Record,
+    integer,
+    integers,
+    one_line,
+    real,
+    signal_name,
+    since,
+    text,
+)
 from regrow.events.story_types import InProcessRestart, Replacement, SentState
 
 Named = Callable[[str], list[Record]]
@@ -15,6 +24,14 @@ Named = Callable[[str], list[Record]]
 
 _IN_PROCESS = "regrow.inprocess.restarted"
 _REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
+_CAUSES = {
+    "EXCEPTION": "exception",
+    "BASE_EXCEPTION": "exception",
+    "SOFT_TIMEOUT": "hang",
+    "HARD_TIMEOUT": "hang",
+    "UNRESPONSIVE": "hang",
+    "TERMINATED": "exit",
+}
 
 
 def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
@@ -25,6 +42,7 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
     """
     replaced = {key: deque(all) for key, all in _by(_RANK, named(_REPLACED)).items()}
     vacated = _by(_PROCESS, named(_VACATED))
+    ends = _by(_RANK, [*named(_VACATED), *named("regrow.inprocess.lost")])
     refused = _by(_RANK, named("regrow.worker.not_replaced"))
     sent = _by(_ITERATION, named("regrow.state.sent"))
     restarts = []
@@ -44,7 +62,7 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
         states = sent.get(_values(_ITERATION, event), ())
         restarts.append(
             replace(
-                _in_process_restart(event, found),
+                _in_process_restart(event, found, ends.get(_values(_RANK, event), ())),
                 not_replaced=_not_replaced(event, refused),
                 states=tuple(map(_sent_state, states)),
             )
@@ -106,7 +124,23 @@ def _sent_state(event: Record) -> SentState:
     )
 
 
-def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcessRestart:
+def _cause_of(kind: str, at: float, ends: Sequence[Record]) -> str:
+    """Return the kind of the fault of a rank; see `InProcessRestart.cause`.
+
+    Args:
+        kind: the name of the interruption.
+        at: monotonic seconds of the restart.
+        ends: how the processes of the rank ended.
+    """
+    end = min(ends, key=lambda each: abs((real(each, "monotonic") or 0.0) - at), default={})
+    if kind == "TERMINATED" and signal_name({"exit_code": integer(end, "exitcode")}):
+        return "signal"
+    return _CAUSES.get(kind, "unknown")
+
+
+def _in_process_restart(
+    event: Record, replaced: list[Replacement], ends: Sequence[Record]
+) -> InProcessRestart:
     ranks, seconds = integers(event, "lost"), event.get("seconds")
     known = seconds if isinstance(seconds, Mapping) else {}
     phases = ((str(phase), real(known, phase)) for phase in known)
@@ -119,6 +153,7 @@ def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcess
         world_size=integer(event, "world_size"),
         rank=integer(event, "rank"),
         what=one_line(f"{kind}: {message}" if message else kind),
+        cause=_cause_of(kind, real(event, "monotonic") or 0.0, ends),
         lost=tuple(ranks),
         lost_count=integer(event, "lost_count") or len(ranks),
         phases=tuple(known_phases),

@@ -222,6 +222,8 @@ class InProcessRestart:
     """The faulty rank, numbered as at the start of the workers."""
     what: str
     """The fault, in one line."""
+    cause: str
+    """Its kind: exception, exit, signal, hang or unknown."""
     lost: tuple[int, ...]
     """Lost ranks, without which the others continued; only some if there are many."""
     lost_count: int
@@ -246,6 +248,8 @@ class Failure(RestartCost):
     """The attempt that failed, counted from 0."""
     what: str
     """The failure in one line, for example "was killed by SIGKILL"."""
+    cause: str = "unknown"
+    """Its kind: exception, exit, signal, hang, heartbeat, node or unknown."""
     rank: int | None = None
     """The worker's rank; None if no worker is known to have failed."""
     host: str | None = None

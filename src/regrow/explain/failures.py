@@ -8,7 +8,7 @@ from regrow.events import Failure, PlannedRestart
 from regrow.events.evidence import integer, real, text
 from regrow.explain import ladder, long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
-from regrow.explain.findings import begin_of, cause_of, event_of, evidence_of, title_of
+from regrow.explain.findings import begin_of, event_of, evidence_of, title_of
 from regrow.explain.peers import what_peers_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, seconds
@@ -32,7 +32,7 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
         run=scene.number,
         attempt=failure.attempt,
         title=title_of(failure),
-        cause=cause_of(failure, event),
+        cause=failure.cause,
         rung=rung,
         outcome=_outcome(scene, failure, rung),
         rank=failure.rank,

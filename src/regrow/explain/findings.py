@@ -41,19 +41,6 @@ def title_of(failure: Failure) -> str:
     return f"{who} {failure.what}"
 
 
-def cause_of(failure: Failure, event: Record) -> str:
-    """Return the kind of a failure; see `Explanation.cause`."""
-    if failure.is_host_lost:
-        return "node"
-    if failure.timer is not None:
-        return "heartbeat" if failure.timer.heartbeat else "hang"
-    if failure.signal is not None:
-        return "signal"
-    if text(event, "traceback"):
-        return "exception"
-    return "exit" if failure.exit_code is not None else "unknown"
-
-
 def evidence_of(
     scene: Scene, failure: Failure, event: Record, begin: float | None
 ) -> Iterator[Fact]:

@@ -27,14 +27,6 @@ _KINDS = {
     "TERMINATED": "ended",
     "UNRESPONSIVE": "sent nothing for too long",
 }
-_CAUSES = {
-    "EXCEPTION": "exception",
-    "BASE_EXCEPTION": "exception",
-    "SOFT_TIMEOUT": "hang",
-    "HARD_TIMEOUT": "hang",
-    "UNRESPONSIVE": "hang",
-    "TERMINATED": "exit",
-}
 _SHOWN_S = 0.0005
 _MOST_RANKS = 1 << 16
 _PHASES = {
@@ -140,9 +132,6 @@ def _explained(
         again = f"{count(steps, 'step')} done again"
         timeline = (*timeline, Phase("redoing", lasted, lasted + redone_s, again))
     host, pid = _process(scene, restart, ended)
-    cause = _CAUSES.get(kind, "unknown")
-    if kind == "TERMINATED" and _signal(ended):
-        cause = "signal"
     return Explanation(
         number=0,
         run_id=scene.story.run_id,
@@ -151,7 +140,7 @@ def _explained(
         attempt=restart.attempt,
         iteration=restart.iteration,
         title=f"{worker(restart.rank, host, pid)} {_what(kind, message, ended)}",
-        cause=cause,
+        cause=restart.cause,
         rung=2 if restart.replaced else 1,
         outcome=f"the function was called again (iteration {restart.iteration})"
         + (f" on {count(restart.world_size, 'rank')}" if restart.world_size is not None else ""),

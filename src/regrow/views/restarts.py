@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrow.events import Failure, Story
-from regrow.events.evidence import Record, real, text
+from regrow.events.evidence import Record, real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def restarts_of(of_job: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
         found.append(
             Restart(
                 rung=2 if each.replaced else 1,
-                cause="exception" if not each.lost and not each.replaced else "exit",
+                cause=each.cause,
                 attempt=each.attempt,
                 time=min(times) - lasted if times else None,
                 rank=each.rank,
@@ -90,10 +90,9 @@ def restarts_of(of_job: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
 
 def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
     event = next((e for log in logs if (e := log.failed.get((failure.attempt, failure.rank)))), {})
-    is_node = bool(failure.lost_nodes) or (failure.rank is None and failure.pid is None)
     return Restart(
-        rung=4 if is_node else 3,
-        cause=_cause(failure, event, is_node=is_node),
+        rung=4 if failure.is_host_lost or failure.lost_nodes else 3,
+        cause=failure.cause,
         attempt=failure.attempt,
         time=_failed_at(event) or _ended(logs, failure.attempt),
         rank=failure.rank,
@@ -102,18 +101,6 @@ def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
         lost_steps=failure.work_lost,
         restarted=failure.restarted_attempt is not None,
     )
-
-
-def _cause(failure: Failure, event: Record, *, is_node: bool) -> str:
-    if is_node:
-        return "node"
-    if failure.timer is not None:
-        return "heartbeat" if failure.timer.heartbeat else "hang"
-    if failure.signal is not None:
-        return "signal"
-    if text(event, "traceback") or failure.error_file is not None:
-        return "exception"
-    return "exit" if failure.exit_code is not None else "unknown"
 
 
 def _phases(cost: Any) -> tuple[tuple[str, float], ...]:
