@@ -29,11 +29,11 @@ def job(tmp_path: Path) -> Iterator[WrittenJob]:
     written.close()
 
 
-def shown(runs: Path, height: int | None) -> str:
+def shown(runs: Path, height: int | None, fault: str | None = None) -> str:
     library = Library([str(runs)])
     out = io.StringIO()
     snapshot = JobWatch(library, library.jobs()[0]).snapshot()
-    Console(file=out, width=120).print(render(snapshot, height))
+    Console(file=out, width=120).print(render(snapshot, height, fault))
     return out.getvalue()
 
 
@@ -95,6 +95,9 @@ def test_the_ranks_that_are_not_shown_are_counted(tmp_path: Path) -> None:
     job.start(world_size=4)
     hint = "without 2 ranks of other hosts: give their log directories or --rdzv-endpoint"
     assert hint in shown(tmp_path, None)
+    asked = shown(tmp_path, None, fault="")
+    assert "without 2 ranks of other hosts, because their agents have sent no answer" in asked
+    assert "--rdzv-endpoint" not in asked, "it was given"
     job.start(world_size=2)
     assert "of other hosts" not in shown(tmp_path, None)
     job.close()

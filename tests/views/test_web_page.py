@@ -108,7 +108,7 @@ def test_the_ranks_that_are_not_shown_are_counted(
 ) -> None:
     job.start(world_size=6)
     page = the_job(open_page(web.url))
-    page.wait_for_selector("#ranks >> text=Without 2 ranks of other hosts")
+    page.wait_for_selector("#ranks >> text=Without 2 ranks of other hosts: start regrow web with")
     job.start(world_size=4)
     page.wait_for_selector("#ranks >> text=of other hosts", state="hidden")
 

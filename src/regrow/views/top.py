@@ -35,7 +35,7 @@ def show(library: Library, console: Console, *, once: bool) -> None:
     remote = library.remote
 
     def drawn(snapshot: Snapshot, height: int | None) -> RenderableType:
-        fault = remote.fault() if remote is not None else ""
+        fault = remote.fault() if remote is not None else None
         return render(snapshot, height, fault)
 
     try:
@@ -55,14 +55,14 @@ def show(library: Library, console: Console, *, once: bool) -> None:
         watch.close()
 
 
-def render(snapshot: Snapshot, height: int | None, fault: str = "") -> RenderableType:
+def render(snapshot: Snapshot, height: int | None, fault: str | None = None) -> RenderableType:
     """Return the view of a job.
 
     Args:
         snapshot: the job.
         height: rows of the terminal. If the ranks do not fit, those are shown that need attention:
             first those that do not run, then those that are most behind. None: no limit.
-        fault: why the other hosts are not reached now.
+        fault: why the other hosts are not reached now; empty if they are, None without an endpoint.
     """
     parts: list[RenderableType] = [_head(snapshot), _nodes(snapshot.nodes)]
     if fault:
@@ -76,7 +76,10 @@ def render(snapshot: Snapshot, height: int | None, fault: str = "") -> Renderabl
     parts.append(_ranks(snapshot.ranks, room))
     if hidden > 0:
         ranks = f"{hidden} rank{'s' if hidden != 1 else ''} of other hosts"
-        parts.append(Text(f"without {ranks}: give their log directories or --rdzv-endpoint", "dim"))
+        why = ": give their log directories or --rdzv-endpoint"
+        if fault is not None:
+            why = ", because their agents have sent no answer"
+        parts.append(Text(f"without {ranks}{why}", "dim"))
     return Group(*parts)
 
 

@@ -242,8 +242,8 @@ class _Watched:
 
     def _read(self) -> tuple[str, bool, int]:
         found = self._watch.snapshot()
-        fault = self._remote.fault() if self._remote is not None and not found.is_over else ""
-        data = {**as_data(found), "fault": fault}
+        fault = None if self._remote is None else "" if found.is_over else self._remote.fault()
+        data = {**as_data(found), "fault": fault}  # null: no endpoint was given
         return json.dumps(data, separators=(",", ":")), found.is_over, found.events
 
 

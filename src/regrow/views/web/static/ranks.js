@@ -94,7 +94,8 @@ export function rankMap(onSelect) {
     });
     const left = (job.world_size ?? 0) - job.ranks.length;
     others.hidden = left <= 0;
-    others.textContent = `Without ${number(left)} rank${left === 1 ? "" : "s"} of other hosts: start regrow web with their log directories or --rdzv-endpoint.`;
+    const why = job.fault === null ? ": start regrow web with their log directories or --rdzv-endpoint." : ", because their agents have sent no answer.";
+    others.textContent = `Without ${number(left)} rank${left === 1 ? "" : "s"} of other hosts${why}`;
     show();
   }
   return map;
