@@ -282,6 +282,11 @@ def test_a_missing_rank_of_the_first_exchange_never_started() -> None:
     assert "rank 3 did not arrive within 30 s" in str(failure)
 
 
+def test_a_long_time_is_shown_in_plain_seconds() -> None:
+    failure = failure_of(step(begin(PLAN, 0, T0)[0], Result(MISSING, T0 + 1834.5)))
+    assert "rank 3 did not arrive within 1834.5 s" in str(failure)
+
+
 def test_a_new_worker_in_a_running_group_is_reported() -> None:
     late = Result(Broken("restarted", Ranks.of([1])), T0)
     assert "the other workers had already started their heartbeats" in str(

@@ -41,6 +41,14 @@ def test_a_silent_node_is_lost_when_its_workers_are_dead() -> None:
     assert seen == [(), (), (), (), (NodeLost("a", "no heartbeat arrived for 4 s", 3),)]
 
 
+def test_a_long_silence_is_shown_in_plain_seconds() -> None:
+    state, detector = formed("a"), FailureDetector()
+    bounds = replace(BOUNDS, keep_alive=800.0)
+    for second in (0.0, 800.0, 1600.0, 2400.0, 3200.0):
+        detector, due, _ = detector.check(state, {"a": 1}, bounds, second)
+    assert due == (NodeLost("a", "no heartbeat arrived for 3200 s", 3),)
+
+
 def test_members_of_a_round_that_is_over_are_waited_for_as_long_as_they_may_take_to_stop() -> None:
     state, _ = step(formed("a", "b"), LeaveRound("b", 0))
     state, _ = step(state, JoinRound(Node("c", "c")))

@@ -113,7 +113,7 @@ class HeartbeatFailure(Exception):
         own = one and self.rank in ranks.named
         is_, was, s = ("is", "was", "s") if one else ("are", "were", "")
         more = f" ({detail})" if detail else ""
-        ago = f"all workers were present {self.seconds:.3g} s ago"
+        ago = f"all workers were present {round(self.seconds, 2):g} s ago"
         match self.kind:
             case "missing" if own:
                 return f"this process was missing, so the other workers gave it up{more}; {ago}"
@@ -121,7 +121,7 @@ class HeartbeatFailure(Exception):
                 failed = f"{failures} exchange{'s' * (failures != 1)} in a row failed"
                 return f"{ranks} {is_} missing: {failed}{more}; {ago}"
             case "never started":
-                return f"{ranks} did not arrive within {self.seconds:.3g} s{more}"
+                return f"{ranks} did not arrive within {round(self.seconds, 2):g} s{more}"
             case "lost":
                 process = "process" if one else "processes"
                 return f"the {process} of {ranks} ended without leaving the heartbeat{more}"
@@ -152,7 +152,7 @@ class HeartbeatFailure(Exception):
             case "stalled":
                 return detail
             case "no exchange":
-                return f"no exchange has succeeded for {self.seconds:.3g} s{more}"
+                return f"no exchange has succeeded for {round(self.seconds, 2):g} s{more}"
 
 
 def bound_text(plan: HeartbeatPlan) -> str:
@@ -184,9 +184,10 @@ def not_begun(plan: HeartbeatPlan, missing: Ranks, seconds: float) -> str:
     """
     return (
         f"heartbeat: {missing} of {plan.size} {'has' if missing.total == 1 else 'have'} not started"
-        f" heartbeats, {seconds:.3g} s after rank {plan.rank}. No missing worker is detected until "
-        f"all have started. A worker starts its heartbeat when it imports regrow: import regrow in "
-        f"all workers, or limit this wait by regrow.heartbeat.start with a start_timeout"
+        f" heartbeats, {round(seconds, 2):g} s after rank {plan.rank}. No missing worker is "
+        f"detected until all have started. A worker starts its heartbeat when it imports regrow: "
+        f"import regrow in all workers, or limit this wait by regrow.heartbeat.start with a "
+        f"start_timeout"
     )
 
 

@@ -125,8 +125,8 @@ class JaxExchange:
                 absent = set(range(self.world_size)) - arrived
                 at_once = "" if absent else ", but never all at the same time"
                 raise MissingRanks(
-                    f"{len(arrived)} of {self.world_size} processes arrived within {timeout:.3g} s"
-                    f"{at_once}",
+                    f"{len(arrived)} of {self.world_size} processes arrived within "
+                    f"{round(timeout, 2):g} s{at_once}",
                     absent,
                 )
 

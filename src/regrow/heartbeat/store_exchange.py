@@ -97,7 +97,7 @@ class StoreExchange:
                 return answer
             case messages.Missing(ranks):
                 absent = f"{ranks} did not arrive" if ranks.total else NEVER_TOGETHER
-                return ExchangeFailed(f"{absent} within {timeout:.3g} s", ranks)
+                return ExchangeFailed(f"{absent} within {round(timeout, 2):g} s", ranks)
         raise _unexpected(answer)
 
     def leave(self, beat: Beat) -> None:

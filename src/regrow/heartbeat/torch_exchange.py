@@ -172,7 +172,8 @@ class TorchExchange:
             )
         if absent is not None:
             raise MissingRanks(
-                f"{arrived} of {size} ranks arrived in a new gloo group within {timeout:.3g} s",
+                f"{arrived} of {size} ranks arrived in a new gloo group within "
+                f"{round(timeout, 2):g} s",
                 absent,
             )
 

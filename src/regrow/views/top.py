@@ -160,7 +160,7 @@ def _state(state: str) -> Text:
 def _number(value: float | None) -> str:
     if value is None or value == -1:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _ago(seconds: float | None) -> str:

@@ -298,8 +298,8 @@ class EarlyStop(Feature):
         )
         job.recorder.emit("regrow.stop.requested", why=why, left_s=request.grace)
         logger.warning(
-            "%s asks the job to stop: all ranks stop at the same step, within %.3g s",
-            *(why, request.grace),
+            "%s asks the job to stop: all ranks stop at the same step, within %g s",
+            *(why, round(request.grace, 2)),
         )
         asks = another_leaves is None
         start_thread(partial(self._agree, request, asks), "regrow-stop")

@@ -39,7 +39,7 @@ def what_follows(delay_s: float, workers: int, restarts_left: int | None) -> str
         whom = "the worker"
     parts = [f"restarting {whom}"]
     if delay_s >= 0.05:
-        parts = [f"waiting {delay_s:.2g} s, then {parts[0]}"]
+        parts = [f"waiting {round(delay_s, 2):g} s, then {parts[0]}"]
     if restarts_left is not None:
         number = restarts_left or "no"
         parts.append(f"{number} restart{'s' if restarts_left != 1 else ''} left")

@@ -133,7 +133,7 @@ class NodesDriver:
             except RendezvousConnectionError as error:
                 left = deadline - self._clock()
                 if left <= 0:
-                    why = f"{error} (tried again for {timeout:.3g} s)"
+                    why = f"{error} (tried again for {round(timeout, 2):g} s)"
                     raise RendezvousConnectionError(why) from error
                 self._shared.sleep(min(left, REACH_PAUSE * self._random.random()))
                 allowed = max(deadline - self._clock(), 0.0)

@@ -162,7 +162,9 @@ class FailureDetector:
                 again.append(now)
             else:
                 due.append(
-                    NodeLost(id, f"no heartbeat arrived for {silence:.3g} s", place(state, id))
+                    NodeLost(
+                        id, f"no heartbeat arrived for {round(silence, 2):g} s", place(state, id)
+                    )
                 )
         since = self.since if state.last_call == self.call else now
         if state.last_call:

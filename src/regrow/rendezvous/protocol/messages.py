@@ -343,7 +343,7 @@ class ServerRestarted(NamedTuple):
         what = f"the store server (pid {self.pid}) {self.how}"
         if self.failed:
             return f"{what}, and no other server is started: {self.failed}"
-        return f"{what}, and another server took over after {self.after:.2g} s"
+        return f"{what}, and another server took over after {round(self.after, 2):g} s"
 
 
 class ServersChanged(NamedTuple):

@@ -436,7 +436,7 @@ class EtcdClient:
         if not self._logging_in.acquire(timeout=left):
             raise EtcdUnreachable(
                 f"another call waits for the login of the user {self.access.user!r}, which etcd "
-                f"has not answered within {left:.3g} s"
+                f"has not answered within {round(left, 2):g} s"
             )
         try:
             if not self._token:
