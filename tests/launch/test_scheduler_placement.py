@@ -180,8 +180,15 @@ def test_an_indexed_job_without_a_service_provides_no_hosts(text: str) -> None:
     assert isinstance(place("kubernetes-indexed-job", text).hosts, NotProvided)
 
 
-def test_a_pod_with_its_hosts_name_does_not_know_its_job() -> None:
-    job = place("kubernetes-host-network")
+def test_a_pod_with_its_full_name_as_host_name_is_placed_as_with_its_short_name() -> None:
+    full = "example-job-2.headless-svc.default.svc.cluster.local"
+    named = place("kubernetes-indexed-job", POD_HOSTS, HOSTNAME=full)
+    assert named == place("kubernetes-indexed-job", POD_HOSTS)
+
+
+@pytest.mark.parametrize("host", ["ip-10-0-0-2.ec2.internal", "ip-10-0-0-7"])
+def test_a_pod_with_its_hosts_name_does_not_know_its_job(host: str) -> None:
+    job = place("kubernetes-host-network", HOSTNAME=host)
     assert (job.source, job.node_rank, job.run_id) == ("Kubernetes Job", 2, None)
     assert isinstance(job.hosts, NotProvided)
     assert "JOB-0.SERVICE" in job.hosts

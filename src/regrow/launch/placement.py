@@ -235,6 +235,8 @@ def _host_of_mpirun(environ: Mapping[str, str], source: str, rank: int) -> tuple
 def _of_kubernetes(environ: Mapping[str, str], hosts_file: str) -> Placement:
     index = _number(environ, "JOB_COMPLETION_INDEX")
     pod = environ.get("HOSTNAME", "")
+    if ".svc." in pod:  # `setHostnameAsFQDN`; other names with a dot are those of the pod's host
+        pod = pod.partition(".")[0]
     job = pod.removesuffix(f"-{index}")
     if job == pod:  # the pod uses its host's network and host name
         job = ""
