@@ -22,8 +22,8 @@ without spending the budget.
 **Notifications may arrive at any time.** The agent may not know yet that the round has formed, or
 may be leaving the round already. So each notification has the number of its round. The state keeps
 a notification about a round that still forms until the round has formed (`over`, `early_join`). A
-notification about an older round changes nothing. Round numbers only grow, so
-the state keeps only the latest number.
+notification about an older round changes nothing. Round numbers only grow, so the state keeps only
+the notification about the latest round.
 
 **Waiting nodes join together.** Ten nodes that arrive within a moment cost one restart. Only group
 rank 0 waits for further arrivals; otherwise ten agents would. The other nodes get a notification
@@ -106,8 +106,7 @@ class AgentState(NamedTuple):
     round: int | None = None  # the latest round that this node formed
     shared: bool = False  # all nodes count and judge failures together
     leads: bool = True
-    over: int = 0  # the latest round that is known to be over
-    how_over: events.RoundOver | None = None  # the report of its end
+    over: events.RoundOver | None = None  # the end of the latest round that is known to be over
     lapsed: int = 0  # the latest round in which this node's lease expired
     why_lapsed: str = ""
     closed: bool = False  # the rendezvous forms no further round
@@ -233,7 +232,7 @@ def _formed(state: AgentState, event: events.Formed) -> Decision:
     )
     if state.job_failed:
         return _stop(state)
-    number, over = event.round, state.how_over
+    number, over = event.round, state.over
     if over is not None and number is not None and number <= over.round and not state.closed:
         return _follow(state, over, event.now)
     if event.round is not None and event.round <= state.lapsed:
@@ -247,9 +246,9 @@ def _formed(state: AgentState, event: events.Formed) -> Decision:
 
 
 def _round_over(state: AgentState, event: events.RoundOver) -> Decision:
-    if event.round <= state.over:
+    if state.over is not None and event.round <= state.over.round:
         return state, ()
-    state = state._replace(over=event.round, how_over=event)
+    state = state._replace(over=event)
     concerns_us = state.round is None or event.round >= state.round
     # The failure ends the job if the job is charged with it and has no restarts left.
     full = event.full_grace or (event.failed and state.remaining_restarts <= 0)
@@ -266,11 +265,11 @@ def _follow(
     state: AgentState, over: events.RoundOver, now: float, full_grace: bool = False
 ) -> Decision:
     """Leave the round that another node has ended."""
-    # A node that still stops its workers may be the first of a job that a scheduler ends: the
-    # workers of the others then need their grace in order to save.
+    # Otherwise the workers end: a scheduler may be ending the whole job, and the other node may be
+    # the first one that it has signalled. The workers of this node then need the grace to save.
     keep = not over.failed and (over.lost or over.keep)
-    # Waiting nodes join now, and group rank 0 has made the pause already; or a node has left that
-    # had joined after a pause; or the lease of a node has expired that makes no pause.
+    # With `keep`, this node makes no pause. If nodes wait to join, group rank 0 has made it. A node
+    # that has left as announced had joined after a pause. A node whose lease expired makes none.
     if over.keep:
         state = state._replace(quick_ends=_quick(state, now))
         return _restart(state, events.Restart(over.reason, full_grace=full_grace, keep=keep))
