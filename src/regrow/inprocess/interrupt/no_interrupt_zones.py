@@ -16,7 +16,9 @@ exception in it does harm that no restart repairs:
 User code with the same gap has the same risk as with Ctrl-C.
 
 The handler of SIGTERM is not interrupted at all. It may still save a checkpoint after other ranks
-have ended. The sender of the signal ends the process after a grace.
+have ended. If the agent or the monitor has sent the signal, it kills the process after a grace. If
+another process has, the time-outs of the rank and of the barrier apply, as to a function that
+swallows the exception.
 
 **Triggers.** A trigger calls a handler in the thread to be interrupted. In the main thread this is
 a signal's handler, and the signal ends a call that blocks.
