@@ -178,7 +178,11 @@ def test_settings_that_are_all_given_print_no_placement(started: Started) -> Non
             "--nnodes 6:8 needs more nodes than Slurm step 1.0 provides (4)",
         ),
         ("kubernetes-indexed-job", "", "its number of pods: set --nnodes or PET_NNODES"),
-        ("kubernetes-indexed-job", "--nnodes 3", "PET_RDZV_ENDPOINT, example-job-0.SERVICE"),
+        (
+            "kubernetes-indexed-job",
+            "--nnodes 3",
+            "--rdzv-endpoint example-job-0.SERVICE, or PET_RDZV_ENDPOINT",
+        ),
         ("openmpi4-rank-0-elsewhere", "", "rank 0 runs on another host: give --rdzv-endpoint"),
     ],
 )

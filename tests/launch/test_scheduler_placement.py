@@ -154,7 +154,7 @@ def test_an_indexed_job_provides_the_rank_and_errors_name_the_missing_settings()
     assert isinstance(job.nodes, NotProvided)
     assert "set --nnodes or PET_NNODES" in job.nodes
     assert isinstance(job.hosts, NotProvided)
-    assert "PET_RDZV_ENDPOINT, example-job-0.SERVICE" in job.hosts
+    assert "--rdzv-endpoint example-job-0.SERVICE, or PET_RDZV_ENDPOINT" in job.hosts
 
 
 POD_HOSTS = """\

@@ -493,7 +493,7 @@ def test_a_function_for_states_that_raises_ends_no_session(
     client.close()
     seen = [ConnectionState.SUSPENDED, ConnectionState.CONNECTED, ConnectionState.CLOSED]
     assert states.seen == seen
-    assert caplog.text.count("on_state of a store client fails") == len(seen)
+    assert caplog.text.count("on_state of a store client raised an exception") == len(seen)
 
 
 def test_a_server_that_is_gone_for_longer_than_the_grace_loses_the_session() -> None:

@@ -35,8 +35,8 @@ def of_failure(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> tup
     """Return what made the recovery from a failure long, biggest first."""
     found = [*_detection(scene, failure, timeline), *_restart(scene, failure, timeline)]
     text = (
-        "the failed process went on for so long after its exception, for example with handlers of"
-        " its exit; regrow acts when the process is gone"
+        "the failed process ran on for this long after its exception, for example in functions of"
+        " atexit; regrow acts when the process has ended"
     )
     found.append(
         Held("end of the failed process", "by the script", _length(timeline, "ending"), text)
@@ -59,10 +59,12 @@ def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tup
     found = [*_stop(scene, attempt, timeline, _SHUTDOWN, signal, grace)]
     if (silent := _length(timeline, "silent")) > 0:
         lease = seconds(real(scene.bounds, LEASE))
-        text = f"the workers may run until the lease ends, {lease} after the last answer"
+        text = (
+            f"the workers of a cut-off host run until its lease ends, {lease} after the last answer"
+        )
         found.append(Held(_KEEP_ALIVE, _keep_alive(scene.settings), silent, text))
     if (searching := _length(timeline, "searching")) > 0:
-        text = "for so long an agent without a lease searches for the other nodes"
+        text = "an agent whose lease has ended searches for the other nodes for this long"
         given = _given(scene.settings, "reconnect_timeout")
         found.append(Held("--rdzv-conf reconnect_timeout", given, searching, text))
     return _biggest(found, timeline)

@@ -255,8 +255,8 @@ def _of_kubernetes(environ: Mapping[str, str], hosts_file: str) -> Placement:
         else:
             hosts = NotProvided(
                 f"{source} does not provide the address of its pods: set `subdomain` in its pod "
-                "template to the name of a headless service, or give --rdzv-endpoint or "
-                f"PET_RDZV_ENDPOINT, {job or 'JOB'}-0.SERVICE"
+                "template to the name of a headless service, or give --rdzv-endpoint "
+                f"{job or 'JOB'}-0.SERVICE, or PET_RDZV_ENDPOINT={job or 'JOB'}-0.SERVICE"
             )
     return Placement(
         source,

@@ -71,12 +71,12 @@ class WorkerChange(NamedTuple):
 
 
 class Overdue(NamedTuple):
-    """The local ranks with processes that got SIGKILL because they had outlived a grace."""
+    """The local ranks whose processes were killed because they had not ended within their grace."""
 
     killed: frozenset[int] = frozenset()
-    """Ranks whose worker did."""
+    """Ranks whose worker was killed."""
     killed_descendants: frozenset[int] = frozenset()
-    """Ranks whose worker had ended; processes that it had started did."""
+    """Ranks whose worker had ended; processes that it had started were killed."""
 
 
 @dataclass

@@ -245,9 +245,10 @@ class LocalWorkers(Feature):
         )
 
     def on_leaving(self) -> None:
-        """See base class: ranks that live on wait for the end of the round, also without a store.
+        """See base class: send the order to wait to each rank that can go on in the next round.
 
-        The host that has left first may have served it.
+        The leaving host may serve the store. A rank that loses the store then waits until the agent
+        orders it to leave the round.
         """
         reports, job = self.reports, self._job
         for local_rank in range(len(job.group.workers)):

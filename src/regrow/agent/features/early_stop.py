@@ -174,12 +174,15 @@ class EarlyStop(Feature):
         page.decide(RUN)
 
     def stopped(self) -> str:
-        """Return who made the workers of this node stop early; "" if they did not."""
+        """Return the source of the request by which the workers of this node stopped; "" if none.
+
+        For example "SIGTERM", or "the time limit of 60 s".
+        """
         request, page = self._request, self._page
         return request.why if request is not None and page is not None and page.stopped() else ""
 
     def asked_by(self) -> str:
-        """Return who asked the whole job to stop; "" if nobody did, or only this node leaves."""
+        """Return the source of a request to stop the whole job; "" if there is none."""
         request = self._request
         return request.why if request is not None and request.whole else ""
 

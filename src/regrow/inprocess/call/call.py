@@ -114,7 +114,7 @@ class CallWrapper:
         self._joined, self._replaced = False, tuple[int, ...]()
         self._abandon: Callable[[], object] = lambda: None  # closes the link, once there is one
         self._finalize_failed = False
-        self._sent_traceback: str | None = None  # the agent knows it
+        self._sent_traceback: str | None = None  # in this rank's latest event (`report_exception`)
 
     @property
     def number(self) -> int | None:

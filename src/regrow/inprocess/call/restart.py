@@ -357,17 +357,18 @@ def report_exception(
 ) -> str | None:
     """Send the agent an event with the exception that ended the function on this rank.
 
-    A function that fails again and again would fill the log with copies of one traceback. So an
-    event has None in its place, if it is that of this rank's event before.
+    A function that fails again and again would fill the log with copies of one traceback. So the
+    traceback of an event is None if it equals the traceback of this rank's previous event.
 
     Args:
         iteration: the number of the call that ended.
         rank: the initial rank of this process.
         error: the exception.
-        before: what this function returned before; None at first.
+        before: the traceback of the previous event, as returned by the previous call; None if this
+            is the first one.
 
     Returns:
-        The traceback.
+        The traceback of this exception; `before` if there is no agent.
     """
     if not board.has_agent():
         return before

@@ -700,7 +700,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
 def _abandon(connection: NodeConnection, pid: int) -> None:
     if os.getpid() != pid:
-        return  # the node belongs to the parent of this process: nobody leaves in its name
+        return  # a forked child: the node belongs to its parent, and stays in the round
     # The garbage collector may run this at any point, so it must not wait for a lock.
     start_thread(lambda: connection.end(linger=False, wait=False), "rendezvous end")
 

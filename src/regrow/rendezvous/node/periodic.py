@@ -179,8 +179,10 @@ class PeriodicTasks:
                     return
             try:
                 pause = task.run()
-            except Exception:  # the thread goes on for the other nodes
-                logger.exception("a periodic task of a node fails, and runs no more")
+            except Exception:  # the thread also runs the tasks of other nodes
+                logger.exception(
+                    "a periodic task of a node raised an exception: it is not repeated"
+                )
                 pause = None
 
     def _finish(self, task: PeriodicTask, pause: float | None, *, leads: bool) -> None:
@@ -190,7 +192,7 @@ class PeriodicTasks:
             return
         self._push(task, self._clock() + (0.0 if task.again else pause))
         task.again = False
-        if not leads:  # else this thread looks next
+        if not leads:  # the leader checks the queue itself after this
             self._notify(task.due)
 
     def _next(self, me: threading.Thread, *, helps: bool) -> PeriodicTask | None:

@@ -233,7 +233,7 @@ def _enough_stay(state: Round) -> bool:
 
 
 def _end_now(state: Round) -> Round:
-    """End the round before the nodes have left that are leaving."""
+    """End the round at once, though nodes that have announced to leave are still in it."""
     leaver = next(id for id in state.leaving if id not in state.gone)
     return _end(state, leaver, state.leaving[leaver], full_grace=True)
 

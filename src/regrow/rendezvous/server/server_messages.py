@@ -51,11 +51,11 @@ from regrow.store import host_of
 NAME: Final = "rendezvous"
 """The name of the service."""
 BODY_BYTES: Final = 1 << 20
-"""The maximum length of a question, in bytes; of a grant, which carries the whole record, the store
-limits the length."""
+"""The maximum length of a question, in bytes. A grant may be longer, because it contains the whole
+record; only the store limits its length."""
 MOST_RECORDS: Final = 2000
-"""Records after which a copy is combined into one record; the server that gets a grant repeats the
-steps of all its records, and serves nobody meanwhile."""
+"""Number of records at which a copy is combined into one record. A server that takes over applies
+all records of its grant again, and answers no question meanwhile."""
 
 Name = Annotated[str, Meta(max_length=1000)]
 Nodes = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -368,7 +368,7 @@ def _may_serve(voter: Voter | None) -> bool:
 
 
 def check_servers(question: CopyRequest | GrantRequest | MovedRequest) -> None:
-    """Refuse a question that names a server at which no node could ask: all nodes would try it.
+    """Refuse a question that names a server with an invalid address; all nodes would try it.
 
     Raises:
         ValueError: the host, the port or the endpoint is not valid.

@@ -468,11 +468,11 @@ class Session:
             if self._on_state is not None:
                 try:
                     self._on_state(state)
-                except Exception:  # noqa: BLE001 - the user's function ends no session
+                except Exception:  # noqa: BLE001 - the user's error does not end the session
                     from regrow.utils import get_logger
 
                     get_logger(__name__).exception(
-                        "the on_state of a store client fails for %s", state
+                        "the function on_state of a store client raised an exception for %s", state
                     )
 
     # ------------------------------------------------------------ in a forked child
