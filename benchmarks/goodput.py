@@ -1,4 +1,4 @@
-"""Measure the goodput of one small training under the same seeded faults, for three systems.
+"""Measure the steps of one small training under the same seeded faults, for three systems.
 
     python benchmarks/goodput.py [--minutes 10] [--every 20] [--seed 7] [--only SYSTEM]
                                  [--json FILE] [--plot FILE] [--show]
@@ -29,8 +29,8 @@ the fault. If the training does no step until the next fault is due, the fault i
 is not injected, and not survived. So a system that recovers slowly has fewer faults, not more.
 
 - *steps done*: the highest step that was reached. A step that is done again does not count.
-- *goodput*: steps done, divided by the steps of a run without faults in the same time. That run is
-  measured first, for a minute under torchrun.
+- *share of steps*: steps done, divided by the steps of a run without faults in the same time. That
+  run is measured first, for a minute under torchrun.
 - *survived*: faults after which the training has gone beyond the step that it had reached.
 - *recovery*: seconds from the fault to the first new step; the median of each kind.
 
@@ -236,7 +236,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     plain = found[BASELINE]
     rate = plain["steps"] / plain["seconds"]
     kinds = " | ".join(f"recovery: {kind}" for kind in KINDS)
-    lines = [f"| | steps done | goodput | faults survived | {kinds} |", "|---" * 8 + "|"]
+    lines = [f"| | steps done | share of steps | faults survived | {kinds} |", "|---" * 8 + "|"]
     for system in SYSTEMS:
         if system == BASELINE or system not in found:
             continue

@@ -1,4 +1,4 @@
-"""The benchmark of goodput draws the same faults for all, and a short form of it runs."""
+"""The benchmark draws the same faults for all systems, and a short form of it runs."""
 
 from __future__ import annotations
 
