@@ -247,6 +247,22 @@ def test_an_ended_process_is_gone() -> None:
     assert ask(hung.target._replace(pidfd=-1)) == Dump(hung.target.pid, "gone")
 
 
+def test_a_process_that_ends_when_its_descriptors_are_listed_is_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with hanging(executing) as hung:
+        pid, target = hung.target.pid, link_target
+        wait_until(lambda: status(pid).startswith(b"Name:\tsleep"), "it executes")
+
+        def ends_first(link: str) -> str:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: state(pid) == "Z", "it ends")
+            return target(link)
+
+        monkeypatch.setattr("regrow.timer.stacks.capture.link_target", ends_first)
+        assert ask(hung.target) == Dump(pid, "gone", "it is ending")
+
+
 def test_other_content_of_the_memory_is_not_read_and_not_kept() -> None:
     with hanging(littering) as hung:
         wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it sleeps")

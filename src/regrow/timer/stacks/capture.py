@@ -170,7 +170,9 @@ class _Request:
 
     def _ask(self, state: str, signals: Signals) -> bool:
         if self._memory < 0 and (why := self._open()):
-            return self._end("no handler", why)
+            # A process that ends closes its files after it has released its memory.
+            is_ending = b"\nVmSize:" not in _read(f"/proc/{self.pid}/status")
+            return self._end("gone", "it is ending") if is_ending else self._end("no handler", why)
         marker = self._marker
         assert marker is not None
         self._blocked = _has(signals.blocked, marker.one_thread)
