@@ -219,3 +219,27 @@ def test_a_time_that_no_clock_can_have_does_not_raise(end: float) -> None:
     assert "workers were stopped" in page(broken)
     assert draw(broken)
     assert list_of([broken])
+
+
+@pytest.mark.parametrize("name", ["host-lost-in-place", "host-joined", "host-joined-in-place"])
+def test_each_rung_below_another_set_of_hosts_has_a_reason(name: str) -> None:
+    (found,) = list(explain(recorded(name)).values())[-1]
+    assert [each.rung for each in found.refusals] == [1, 2, 3]
+
+
+def test_a_higher_rung_has_no_reason() -> None:
+    (found,) = list(explain(recorded("continues-without")).values())[-1]
+    assert found.rung == 1
+    assert found.refusals == ()
+    assert "no new process took the place: the wrapper has no replace=True" in found.action
+    why = {"name": "regrow.worker.not_replaced", "attempt": 0, "rank": 1, "reason": "spent"}
+    logs = recorded("continues-without")
+    for events in logs.values():
+        events.append({**events[0], **why})
+    (found,) = list(explain(logs).values())[-1]
+    assert "no new process took the place: spent" in found.action
+
+
+def test_hosts_that_were_left_are_not_called_other_hosts() -> None:
+    text = " ".join(page(list(explain(recorded("host-lost")).values())[-1][0]).split())
+    assert "rung 4, the job went on with a changed set of hosts" in text

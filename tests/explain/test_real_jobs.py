@@ -57,7 +57,7 @@ EXPECTED: Mapping[str, Expected] = {
     "replaced": Expected("signal", 2, "killed by SIGKILL", (1,), "barrier"),
     "standby": Expected("signal", 2, "by a standby process (--standby)", (1,), "redoing"),
     "preload": Expected("exception", 3, "forked from the template", (1, 2), "redoing"),
-    "continues-without": Expected("signal", 1, "went on without rank 1", (2,), "redoing"),
+    "continues-without": Expected("signal", 1, "went on without rank 1", (), "redoing"),
     "replaced-and-fails-again": Expected(
         "exception", 3, "which ended by SIGKILL", (1, 2), "startup"
     ),
@@ -90,11 +90,13 @@ HOSTS: Mapping[str, Expected] = {
     "rendezvous-lost": Expected(
         "node", None, "witness", (3, 4), "searching", "--rdzv-conf reconnect_timeout"
     ),
-    "host-joined": Expected("membership", 4, "joined: host node3", (), "startup"),
+    "host-joined": Expected("membership", 4, "joined: host node3", (1, 2, 3), "startup"),
     "host-lost-in-place": Expected(
-        "node", 4, "in the same processes", (1, 2), "silent", "--rdzv-conf keep_alive_interval"
+        "node", 4, "in the same processes", (1, 2, 3), "silent", "--rdzv-conf keep_alive_interval"
     ),
-    "host-joined-in-place": Expected("membership", 4, "in the same processes", (), "startup"),
+    "host-joined-in-place": Expected(
+        "membership", 4, "in the same processes", (1, 2, 3), "startup"
+    ),
     "exception-on-another-host": Expected("exception", 3, "batch of 0 rows", (1, 2), "redoing"),
 }
 

@@ -10,7 +10,7 @@ RUNGS = {
     1: "the function was called again in the same processes",
     2: "one new process took the place of the lost one",
     3: "all workers were started again",
-    4: "the job went on with other hosts",
+    4: "the job went on with a changed set of hosts",
     5: "the scheduler started the job again",
 }
 """What happened on the rung of the ladder that recovered from a failure."""

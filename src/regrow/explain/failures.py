@@ -71,6 +71,7 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
             _workers_after(scene, change, "the workers"),
             "it spent no restart of --max-restarts",
         ),
+        refusals=ladder.OF_A_CHANGE,
         timeline=timeline,
         cost=_cost(scene, change, timeline),
         long=long_settings.of_change(scene, change, timeline),

@@ -152,8 +152,8 @@ def _explained(
         injected=text(event, "injected") or text(ended, "injected"),
         evidence=tuple(_evidence(scene, restart, recorded, ended)),
         peers=tuple(_peers(scene, restart, event, lost)),
-        action=tuple(_action(restart)),
-        refusals=ladder.refusals_in_process(scene, restart),
+        action=tuple(_action(scene, restart)),
+        refusals=ladder.refusals_in_process(restart),
         timeline=timeline,
         cost=Cost(
             seconds=whole,
@@ -282,7 +282,7 @@ def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int
             yield f"{many_ranks(others)} ended {whose}"
 
 
-def _action(restart: InProcessRestart) -> Iterator[str]:
+def _action(scene: Scene, restart: InProcessRestart) -> Iterator[str]:
     for each in restart.replaced:
         yield _replacement(each)
     if restart.lost:
@@ -291,6 +291,7 @@ def _action(restart: InProcessRestart) -> Iterator[str]:
             if restart.lost_count > len(restart.lost)
             else ""
         )
+        yield f"no new process took the place: {ladder.why_not_replaced(scene, restart)}"
     for sent in restart.states:
         yield (
             f"rank {sent.rank} sent its state of step {sent.step} to {many_ranks(sent.targets)}"

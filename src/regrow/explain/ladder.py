@@ -30,10 +30,11 @@ def refusals(
         rung: the rung that recovered from it; None if none did.
     """
     if failure.is_host_lost:
-        lost = "its processes are gone with the host"
-        found = [Refusal(1, lost), Refusal(2, "a new process takes a place on the same host only")]
-        if not failure.kept_workers:
-            found.append(Refusal(3, "its workers could not be started on that host again"))
+        found = [
+            Refusal(1, "its processes are gone with the host"),
+            Refusal(2, "a new process takes a place on the same host only"),
+            Refusal(3, "its workers could not be started on that host again"),
+        ]
     else:
         found = [Refusal(1, _not_in_process(event)), Refusal(2, _not_replaced(scene, event))]
     if rung in (None, 5) and not failure.is_host_lost:
@@ -66,7 +67,7 @@ def _not_replaced(scene: Scene, event: Record) -> str:
         return _UNKNOWN
     if scene.story.max_restarts == 0:
         return "no restart is allowed (--max-restarts 0)"
-    return next(_given_up(scene, integer(event, "attempt"), {integer(event, "rank")}), "") or (
+    return next(_reasons(scene, integer(event, "attempt"), {integer(event, "rank")}), "") or (
         "no restart of --max-restarts was left"
     )
 
@@ -87,18 +88,24 @@ def why_not_restarted(scene: Scene) -> str:
     return story.reason or "the reason is not recorded"
 
 
-def refusals_in_process(scene: Scene, restart: InProcessRestart) -> tuple[Refusal, ...]:
-    """Return why an in-process restart replaced a process, or went on without a rank."""
+OF_A_CHANGE = tuple(Refusal(rung, "it does not change the hosts of a job") for rung in (1, 2, 3))
+"""Why no lower rung could take in a host that joined, or do without one that left."""
+
+
+def refusals_in_process(restart: InProcessRestart) -> tuple[Refusal, ...]:
+    """Return why an in-process restart replaced a process."""
     if restart.replaced:
         return (Refusal(1, f"the process of rank {restart.replaced[0].rank} had ended"),)
-    if restart.lost:
-        reasons = list(dict.fromkeys(_given_up(scene, restart.attempt, set(restart.lost))))
-        wanted = "the wrapper has no replace=True, so no process took the place"
-        return (Refusal(2, "; ".join(reasons) or wanted),)
     return ()
 
 
-def _given_up(scene: Scene, attempt: int | None, ranks: set[int | None]) -> Iterator[str]:
+def why_not_replaced(scene: Scene, restart: InProcessRestart) -> str:
+    """Return why no new process took the place of a rank that was lost."""
+    reasons = dict.fromkeys(_reasons(scene, restart.attempt, set(restart.lost)))
+    return "; ".join(reasons) or "the wrapper has no replace=True"
+
+
+def _reasons(scene: Scene, attempt: int | None, ranks: set[int | None]) -> Iterator[str]:
     for event in scene.named("worker.not_replaced", attempt):
         if integer(event, "rank") in ranks:
             yield text(event, "reason") or "unknown"
