@@ -143,3 +143,24 @@ def test_of_many_restarts_the_first_and_the_last_are_shown() -> None:
 )
 def test_a_malformed_event_is_shown_as_far_as_possible(fields: Line) -> None:
     assert any(line.startswith("in-process restart") for line in rendered(restarted(1, **fields)))
+
+
+def test_a_wrapper_that_gave_up_did_not_restart_its_function() -> None:
+    failed = {
+        "name": "regrow.worker.failed",
+        "monotonic": 107.0,
+        "failed_monotonic": 106.5,
+        "rank": 2,
+        "pid": 12,
+        "exit_code": 1,
+        "message": "RestartAbort: no further restart",
+        "traceback": "The above exception was the direct cause of the following exception:\n\n"
+        "Traceback (most recent call last):\nRestartAbort: no further restart",
+    }
+    lines = rendered(restarted(1), failed)
+    assert not any("in-process restart" in line for line in lines)
+    did = "raised an exception: ValueError('x'); the wrapper gave up"
+    assert f"failure 1 (attempt 0): rank 2 on host foo (pid 12) {did}" in lines
+    assert any(
+        "in-process restart" in line for line in rendered(restarted(1), failed | {"message": "x"})
+    )

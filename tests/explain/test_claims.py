@@ -52,7 +52,8 @@ def test_the_page_of_an_in_process_restart_has_the_traceback() -> None:
 
 
 def test_an_exception_as_before_has_the_traceback_of_the_event_before() -> None:
-    first, second, _ = changed("wrapper-gives-up", "")
+    message = "ValueError: x"  # so the wrapper did not give up
+    first, second, _ = changed("wrapper-gives-up", "worker.failed", message=message)
     assert facts(first)["traceback"] == facts(second)["traceback"]
 
 
@@ -243,3 +244,47 @@ def test_a_higher_rung_has_no_reason() -> None:
 def test_hosts_that_were_left_are_not_called_other_hosts() -> None:
     text = " ".join(page(list(explain(recorded("host-lost")).values())[-1][0]).split())
     assert "rung 4, the job went on with a changed set of hosts" in text
+
+
+def test_a_fault_after_which_the_wrapper_gave_up_is_one_failure_of_the_rank_that_failed() -> None:
+    first, second = list(explain(recorded("wrapper-gives-up")).values())[-1]
+    assert (first.rung, second.rung) == (1, 3)
+    assert (second.rank, second.pid, second.cause) == (1, 4078, "exception")
+    assert "FloatingPointError('gradient overflow')" in second.title
+    assert "the wrapper gave up" in second.title
+    assert second.refusals[0].reason.endswith("has reached max_iterations=2")
+    (raised,) = (
+        event["monotonic"] - events[0]["monotonic"]
+        for events in recorded("wrapper-gives-up").values()
+        for event in events
+        if event["name"] == "regrow.inprocess.raised" and event["iteration"] == 1
+    )
+    assert second.at_s == pytest.approx(raised, abs=0.01)
+    assert second.cost.steps == 6
+
+
+def test_a_lost_rank_after_which_the_wrapper_gave_up_is_the_failure() -> None:
+    logs = recorded("wrapper-gives-up")
+    for events in logs.values():
+        restarted = [e for e in events if e["name"] == "regrow.inprocess.restarted"][-1]
+        restarted |= {"kind": "TERMINATED", "message": "process 4078 on node0 has ended"}
+        restarted |= {"lost": [1], "lost_count": 1}
+        lost = {"name": "regrow.inprocess.lost", "rank": 1, "pid": 4078, "exitcode": -9}
+        failed = next(e for e in events if e["name"] == "regrow.worker.failed" and e["rank"] == 1)
+        events[events.index(failed)] = restarted | lost
+    _, second = list(explain(logs).values())[-1]
+    assert (
+        second.title == "rank 1 on host node0 (pid 4078) was killed by SIGKILL; the wrapper gave up"
+    )
+    assert second.cause == "signal"
+    assert facts(second)["exit"] == "killed by SIGKILL"
+    assert [each.rung for each in second.refusals] == [1, 2]
+
+
+def test_a_function_that_made_steps_after_its_restart_was_called_again() -> None:
+    logs = recorded("wrapper-gives-up")
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.attempt.ended" and event["attempt"] == 0:
+                event["last_steps"]["0"]["last_monotonic"] += 0.04
+    assert len(list(explain(logs).values())[-1]) == 3

@@ -29,6 +29,7 @@ from regrow.events.in_process import in_process_restarts
 from regrow.events.losses import losses
 from regrow.events.story_types import (
     Failure,
+    InProcessRestart,
     OtherFailure,
     PlannedRestart,
     ServerEnd,
@@ -92,6 +93,10 @@ class _StoryBuilder:
         started = self._last("regrow.job.started")
         finished = self._last("regrow.job.finished")
         starts = [n for n in self.numbers if self._starts(n)]
+        in_place = in_process_restarts(self._sorted)
+        last = {restart.attempt: restart for restart in in_place}
+        self.given_up = {n: r for n, r in last.items() if self._gave_up(r)}
+        in_place = tuple(r for r in in_place if self.given_up.get(r.attempt) is not r)
         failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
         failed = {failure.attempt for failure in failures}
         moves = tuple(
@@ -99,7 +104,6 @@ class _StoryBuilder:
             for n in starts[:-1]
             if n not in failed and not self._is_part_of_the_stop(n)
         )
-        in_place = in_process_restarts(self._sorted)
         lost_hosts = [f for f in failures if f.restarted_attempt is not None and f.is_host_lost]
         restarts = integer(finished, "restarts")
         return Story(
@@ -223,11 +227,35 @@ class _StoryBuilder:
         last = max((m for e in same_clock if (m := real(e, "monotonic")) is not None), default=None)
         return since(last, real(started, "monotonic"))
 
+    def _gave_up(self, last: InProcessRestart) -> bool:
+        """Return whether a wrapper gave up before the function was called again.
+
+        Args:
+            last: the last restart of an attempt. Its event comes before `initialize`.
+        """
+        if last.at_s is None or last.attempt not in self.attempts:
+            return False
+        attempt = self.attempts[last.attempt]
+        root = evidence.root_cause(attempt.named[_FAILED])
+        over = last.at_s + max((after for _, after in last.phases), default=0.0)
+        steps = [s.last_monotonic for s in attempt.steps if s.last_monotonic is not None]
+        gave_up = root is not None and evidence.gave_up(root) is not None
+        return gave_up and max(steps, default=0.0) <= over
+
+    @staticmethod
+    def _first_fault(failures: list[Record], root: Record, restart: InProcessRestart) -> Record:
+        """Return the failure of the rank after whose fault a wrapper gave up."""
+        alive = (e for e in failures if restart.pid is None and integer(e, "rank") == restart.rank)
+        ended = {key: getattr(restart, key) for key in ("rank", "host", "pid", "exit_code")}
+        ended["detected_monotonic"] = root.get("detected_monotonic")
+        return {**next(alive, ended), "failed_monotonic": restart.at_s}
+
     def _failure(self, number: int) -> Failure | None:
         if self._is_part_of_the_stop(number):
             return None
         attempt, over = self.attempts[number], self._over(number)
         root, is_host_lost = evidence.root_cause(attempt.named[_FAILED]), False
+        gave_up = clock = cause = None
         lost = evidence.lost_nodes(attempt.named[_DEPARTED], self.hosts)
         if over is not None and (root is not None or lost or over.get("lost") is True):
             blamed = evidence.to_blame(over, lost, self.hosts)
@@ -242,11 +270,15 @@ class _StoryBuilder:
             root = {"host": ended.get("host"), "failed_monotonic": ended.get("monotonic")}
             what = one_line(reason)
         else:
-            what = evidence.describe_failure(root)
+            what, clock = evidence.describe_failure(root), text(root, "host")
+            if (given_up := self.given_up.get(number)) is not None:
+                gave_up = evidence.gave_up(root)
+                root = self._first_fault(attempt.named[_FAILED], root, given_up)
+                what, cause = f"{given_up.did}; the wrapper gave up", given_up.cause
         is_guardian = text(root, "killed_with") is not None
         timer = evidence.of_failure(self.expired, root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
-        clock = host  # the host with the clock that measures the seconds
+        clock = clock or host  # the host with the clock that measures the seconds
         late = root.get("noticed_late") is True
         elsewhere = failed is None and real(root, "told_monotonic") is not None
         if elsewhere:
@@ -254,7 +286,8 @@ class _StoryBuilder:
         return Failure(
             attempt=number,
             what=what,
-            cause="node" if is_host_lost else evidence.cause_of(root, timer),
+            cause="node" if is_host_lost else cause or evidence.cause_of(root, timer),
+            gave_up=gave_up,
             rank=None if is_guardian else integer(root, "rank"),
             host=host,
             pid=None if is_guardian else integer(root, "pid"),
@@ -421,7 +454,7 @@ def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
             is_consequence=evidence.is_consequence(event),
         )
         for event in sorted(failures, key=evidence.failed_at)
-        if event is not root and not _same_guardian(event, root)
+        if not (event is root or _same_guardian(event, root) or _same_worker(event, root))
     )
 
 

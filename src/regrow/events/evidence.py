@@ -111,6 +111,16 @@ def is_consequence(event: Record) -> bool:
     return follows_from_a_peer(describe_failure(event))
 
 
+def gave_up(event: Record) -> str | None:
+    """Return why a wrapper gave up, if `initialize` raised `RestartAbort` after a fault."""
+    kind, _, why = one_line(text(event, "message") or "").partition(": ")
+    is_after_fault = _CAUSED in (text(event, "traceback") or "")
+    return why if kind == "RestartAbort" and is_after_fault else None
+
+
+_CAUSED = "The above exception was the direct cause of the following exception:"
+
+
 def signal_name(event: Record) -> str | None:
     name = text(event, "signal")
     code = integer(event, "exit_code")

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from regrow.events.evidence import (
     Record,
+    describe_failure,
     integer,
     integers,
     one_line,
@@ -24,14 +25,18 @@ Named = Callable[[str], list[Record]]
 
 _IN_PROCESS = "regrow.inprocess.restarted"
 _REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
-_CAUSES = {
-    "EXCEPTION": "exception",
-    "BASE_EXCEPTION": "exception",
-    "SOFT_TIMEOUT": "hang",
-    "HARD_TIMEOUT": "hang",
-    "UNRESPONSIVE": "hang",
-    "TERMINATED": "exit",
+_KINDS = {
+    "EXCEPTION": ("exception", "raised an exception"),
+    "BASE_EXCEPTION": ("exception", "left the function"),
+    "SOFT_TIMEOUT": ("hang", "hung"),
+    "HARD_TIMEOUT": ("hang", "hung and was killed"),
+    "UNRESPONSIVE": ("hang", "sent nothing for too long"),
+    "TERMINATED": ("exit", "ended"),
 }
+"""The cause and the predicate of each kind of fault."""
+_ENDING = frozenset({"BASE_EXCEPTION", "HARD_TIMEOUT", "TERMINATED", "UNRESPONSIVE"})
+"""Kinds of faults after which the process ends."""
+NEAR_S = 60.0  # most seconds between the end of a process and the restart that it caused
 
 
 def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
@@ -124,18 +129,28 @@ def _sent_state(event: Record) -> SentState:
     )
 
 
-def _cause_of(kind: str, at: float, ends: Sequence[Record]) -> str:
-    """Return the kind of the fault of a rank; see `InProcessRestart.cause`.
+def end_of(kind: str | None, at: float | None, ends: Sequence[Record]) -> Record:
+    """Return the end of the process that caused a restart; empty if it lives.
 
     Args:
         kind: the name of the interruption.
-        at: monotonic seconds of the restart.
+        at: monotonic seconds of the fault.
         ends: how the processes of the rank ended.
     """
-    end = min(ends, key=lambda each: abs((real(each, "monotonic") or 0.0) - at), default={})
-    if kind == "TERMINATED" and signal_name({"exit_code": integer(end, "exitcode")}):
-        return "signal"
-    return _CAUSES.get(kind, "unknown")
+    if at is None or kind not in _ENDING:
+        return {}
+    near = [(abs(time - at), e) for e in ends if (time := real(e, "monotonic")) is not None]
+    distance, event = min(near, key=lambda each: each[0], default=(NEAR_S, {}))
+    return event if distance < NEAR_S else {}
+
+
+def _cause_and_predicate(kind: str | None, message: str | None, end: Record) -> tuple[str, str]:
+    """Return the fields `cause` and `did` of a restart."""
+    if kind == "TERMINATED" and end:
+        ended = {"exit_code": integer(end, "exitcode")}
+        return "signal" if signal_name(ended) else "exit", describe_failure(ended)
+    cause, did = _KINDS.get(kind or "", ("unknown", f"had a fault ({kind or 'unknown'})"))
+    return cause, one_line(f"{did}: {message}" if message else did)
 
 
 def _in_process_restart(
@@ -145,18 +160,25 @@ def _in_process_restart(
     known = seconds if isinstance(seconds, Mapping) else {}
     phases = ((str(phase), real(known, phase)) for phase in known)
     known_phases = [(phase, after) for phase, after in phases if after is not None]
-    kind = text(event, "kind") or "an unknown fault"
-    message = text(event, "message")
+    kind, message = text(event, "kind"), text(event, "message")
+    at = since(real(event, "monotonic"), max((s for _, s in known_phases), default=0.0))
+    end = end_of(kind, at, ends)
+    cause, did = _cause_and_predicate(kind, message, end)
+    shown = kind or "an unknown fault"
     return InProcessRestart(
         attempt=integer(event, "attempt") or 0,
         iteration=integer(event, "iteration") or 0,
         world_size=integer(event, "world_size"),
         rank=integer(event, "rank"),
-        what=one_line(f"{kind}: {message}" if message else kind),
-        cause=_cause_of(kind, real(event, "monotonic") or 0.0, ends),
+        what=one_line(f"{shown}: {message}" if message else shown),
+        cause=cause,
+        did=did,
+        host=text(end, "host"),
+        pid=integer(end, "pid"),
+        exit_code=integer(end, "exitcode"),
         lost=tuple(ranks),
         lost_count=integer(event, "lost_count") or len(ranks),
         phases=tuple(known_phases),
         replaced=tuple(sorted(replaced, key=lambda each: each.rank)),
-        at_s=since(real(event, "monotonic"), max((s for _, s in known_phases), default=0.0)),
+        at_s=at,
     )

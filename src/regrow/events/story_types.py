@@ -224,6 +224,8 @@ class InProcessRestart:
     """The fault, in one line."""
     cause: str
     """Its kind: exception, exit, signal, hang or unknown."""
+    did: str
+    """What the faulty rank did, as a predicate: "was killed by SIGKILL"."""
     lost: tuple[int, ...]
     """Lost ranks, without which the others continued; only some if there are many."""
     lost_count: int
@@ -238,6 +240,12 @@ class InProcessRestart:
     """The states that ranks sent to others after the restart."""
     at_s: float | None = None
     """Time of the fault, in seconds since the start of the job."""
+    host: str | None = None
+    """Host of the process of the faulty rank, if it ended."""
+    pid: int | None = None
+    """Its process id."""
+    exit_code: int | None = None
+    """Its exit code; a negative one is the number of a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +291,11 @@ class Failure(RestartCost):
     """Groups of workers on several hosts in the same place, one line for each place.
 
     Empty if no worker hung, or if all compared workers are on one host.
+    """
+    gave_up: str | None = None
+    """Why no in-process restart followed (`RestartAbort`): `initialize` of a wrapper ended it.
+
+    The failure is then the fault after which the wrapper gave up.
     """
     lost_nodes: tuple[LostNode, ...] = ()
     """Nodes that were lost or left in the attempt, except the node that is its root cause."""
@@ -403,7 +416,7 @@ class Story:
     server_ends: tuple[ServerEnd, ...] = ()
     """The ends of store server processes, in order."""
     in_place: tuple[InProcessRestart, ...] = ()
-    """The in-process restarts, in order; they started no process."""
+    """The in-process restarts, in order, without those of which a wrapper gave up."""
     losses: Losses | None = None
     """Seconds lost by restarts; None if there was no restart."""
     addresses: tuple[tuple[str, str], ...] = ()

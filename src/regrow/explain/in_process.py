@@ -12,6 +12,7 @@ from typing import NamedTuple
 from regrow._accounts import REPEATED, REPEATED_STEPS, STEPS
 from regrow.events import InProcessRestart, Replacement
 from regrow.events.evidence import Record, integer, real, signal_name, text
+from regrow.events.in_process import NEAR_S, end_of
 from regrow.explain import ladder, long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.peers import last_step_of
@@ -19,14 +20,6 @@ from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
 
-_KINDS = {
-    "EXCEPTION": "raised an exception",
-    "BASE_EXCEPTION": "left the function",
-    "SOFT_TIMEOUT": "hung",
-    "HARD_TIMEOUT": "hung and was killed",
-    "TERMINATED": "ended",
-    "UNRESPONSIVE": "sent nothing for too long",
-}
 _SHOWN_S = 0.0005
 _MOST_RANKS = 1 << 16
 _PHASES = {
@@ -85,7 +78,7 @@ class _Recorded:
         """Return the traceback of the exception that caused a restart; empty if there is none."""
         same = self._tracebacks[restart.attempt, restart.rank, restart.iteration - 1]
         near = [(abs(at - (restart.at_s or 0.0)), traceback) for at, traceback in same]
-        return min([each for each in near if each[0] < _NEAR_S], default=(0.0, ""))[1]
+        return min([each for each in near if each[0] < NEAR_S], default=(0.0, ""))[1]
 
 
 class _AttemptEnd(NamedTuple):
@@ -139,7 +132,7 @@ def _explained(
         run=scene.number,
         attempt=restart.attempt,
         iteration=restart.iteration,
-        title=f"{worker(restart.rank, host, pid)} {_what(kind, message, ended)}",
+        title=f"{worker(restart.rank, host, pid)} {restart.did}",
         cause=restart.cause,
         rung=2 if restart.replaced else 1,
         outcome=f"the function was called again (iteration {restart.iteration})"
@@ -169,17 +162,14 @@ def _explained(
 
 def _end_of(scene: Scene, restart: InProcessRestart, kind: str) -> Record:
     """Return the event of the end of the process that caused the restart; empty if it lives."""
-    at = restart.at_s
-    if at is None or kind not in _ENDING:
-        return {}
-    near = [
-        (abs(time - at), event)
+    at = restart.at_s or 0.0
+    ends = [
+        event
         for name in ("worker.vacated", "inprocess.lost")
-        for event in scene.between(name, restart.attempt, at - _NEAR_S, at + _NEAR_S)
-        if integer(event, "rank") == restart.rank and (time := real(event, "monotonic")) is not None
+        for event in scene.between(name, restart.attempt, at - NEAR_S, at + NEAR_S)
+        if integer(event, "rank") == restart.rank
     ]
-    distance, event = min(near, key=lambda each: each[0], default=(_NEAR_S, {}))
-    return event if distance < _NEAR_S else {}
+    return end_of(kind, restart.at_s, ends)
 
 
 def _process(
@@ -201,22 +191,8 @@ def _process(
     return host, pid
 
 
-_ENDING = frozenset({"BASE_EXCEPTION", "HARD_TIMEOUT", "TERMINATED", "UNRESPONSIVE"})
-"""Kinds of faults after which the process ends."""
-_NEAR_S = 60.0  # most seconds between the end of a process and the restart that it caused
-
-
 def _signal(ended: Record) -> str | None:
     return signal_name({"exit_code": integer(ended, "exitcode")})
-
-
-def _what(kind: str, message: str, ended: Record) -> str:
-    """Return what the faulty rank did, as a predicate."""
-    if kind == "TERMINATED" and ended:
-        name, code = _signal(ended), integer(ended, "exitcode")
-        return f"was killed by {name}" if name else f"exited with code {code}"
-    did = _KINDS.get(kind, f"had a fault ({kind})" if kind else "had an unknown fault")
-    return f"{did}: {message}" if message else did
 
 
 def _evidence(

@@ -35,6 +35,11 @@ def refusals(
             Refusal(2, "a new process takes a place on the same host only"),
             Refusal(3, "its workers could not be started on that host again"),
         ]
+    elif failure.gave_up is not None:
+        found = [
+            Refusal(1, f"the wrapper gave up: {failure.gave_up}"),
+            Refusal(2, "no process is replaced after the wrapper gave up"),
+        ]
     else:
         found = [Refusal(1, _not_in_process(event)), Refusal(2, _not_replaced(scene, event))]
     if rung in (None, 5) and not failure.is_host_lost:
