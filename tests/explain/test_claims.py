@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.explained.record import STORIES
+from regrow.agent.decisions.decide import QUICK_S, SHARED_BACKOFF_CAP_S, backoff
 from regrow.events import read_events
 from regrow.explain import Explanation, Phase, draw, explain, list_of, page
 
@@ -84,6 +85,15 @@ def test_a_grace_made_a_stop_long_only_if_a_process_outlived_it() -> None:
     assert found.long == ()
     (found,) = changed("slow-stop", "attempt.ended", killed=[], killed_descendants=[1])
     assert "processes that rank 1 had started did not end" in found.long[0].text
+
+
+def test_the_rule_of_the_pauses_is_that_of_the_agent() -> None:
+    first, second, _ = changed("crash-loop", "")
+    assert "pause" not in {phase.name for phase in first.timeline}
+    pauses = [round(backoff(short, SHARED_BACKOFF_CAP_S)) for short in range(1, 8)]
+    assert pauses == [0, 1, 2, 4, 8, 15, 15]
+    rule = f"at once after the first attempt that lasts less than {QUICK_S:g} s; after each further"
+    assert f"{rule} one in a row it waits 1, 2, 4, 8, and then 15 s" in second.long[0].text
 
 
 def test_a_stop_by_a_signal_names_the_ranks_that_were_killed() -> None:
