@@ -64,6 +64,11 @@ UNUSED, USES, STOPS, USES_AND_DIES = 0, 1, 2, 3
 it, and SIGTERM would end it at once if its handler could run."""
 NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 """Signals by which a scheduler asks a job to end."""
+STOP_COMMAND: Final = signal.SIGURG
+"""Before a SIGTERM to an agent: `regrow stop` sends both, and asks the whole job to end.
+
+A process without a handler for this signal ignores it.
+"""
 _WAIT_MS = 100  # a restart of the in-process wrapper interrupts the wait between two system calls
 _ANNOUNCED_S = 2.0  # an agent that a scheduler signals as well has shown it by then
 _SIGTERM = int(signal.SIGTERM)

@@ -80,6 +80,17 @@ def test_regrow_stop_reaches_a_job_at_its_endpoint(hosts: Hosts) -> None:
     assert "by regrow stop" in ended[0][1]
 
 
+def test_regrow_stop_on_one_host_stops_all_hosts_of_an_elastic_job(hosts: Hosts) -> None:
+    flags = MEET.replace("--nnodes 2", "--nnodes 1:2")
+    script = TRAIN.replace("regrow.should_stop()", "False")
+    agents = [hosts.start(f"{flags} --node-rank {n} --log-dir logs{n}", script) for n in range(2)]
+    hosts.wait_for(*(f"running-{rank}" for rank in range(4)))
+    assert hosts.regrow("stop logs1").code == 0
+    ended = [hosts.ended(agent) for agent in agents]
+    assert [code for code, _ in ended] == [143, 143], ended
+    assert all("regrow stop" in output.split(" regrow: job ")[-1] for _, output in ended), ended
+
+
 def test_regrow_stop_names_a_job_that_does_not_run_there(hosts: Hosts) -> None:
     asked = hosts.regrow("stop --rdzv-endpoint 127.0.0.1:PORT --rdzv-id other")
     assert asked.code == 75
@@ -129,6 +140,16 @@ def test_a_signal_at_all_processes_of_a_job_is_one_request(launch: Launch) -> No
     assert same_step(job)
     assert job.finish() == 85, job.output
     assert job.events("job.finished")[0]["state"] == "STOPPED"
+
+
+def test_regrow_stop_is_named_as_the_reason_of_the_stop(launch: Launch) -> None:
+    job = launch(LOOP)
+    running(job)
+    asked = run([sys.executable, "-m", "regrow", "stop", str(job.log_dir)])
+    assert asked.code == 0, asked.output
+    assert same_step(job)
+    assert job.finish() == 85, job.output
+    assert [each["why"] for each in job.events("stop.requested")] == ["regrow stop"]
 
 
 def test_the_time_limit_stops_the_job(launch: Launch) -> None:

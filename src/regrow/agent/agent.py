@@ -294,7 +294,7 @@ class SimpleElasticAgent(ElasticAgent):
             handler.interrupt()
             self._shut_down(death_sig, signals=1)
             handler.leave(why)
-            recorder.job_signaled(death_sig, start)
+            recorder.job_signaled(death_sig, start, asked_by)
             raise
         except BaseException as error:
             peers.fail_by_error(error)

@@ -123,6 +123,7 @@ class _StoryBuilder:
             state=text(finished, "state"),
             exit_code=integer(finished, "exit_code"),
             signal=text(finished, "signal"),
+            asked_by=text(finished, "asked_by"),
             reason=text(finished, "reason"),
             duration_s=self._duration(started, finished),
             failures=failures,

@@ -198,8 +198,9 @@ def _outcome(story: Story, *, is_running: bool) -> str:
             "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
         )
     if story.state == "SIGNALED":
+        by = story.asked_by or story.signal or "a signal"
         step = f" at step {story.last_step}" if story.last_step is not None else ""
-        return f"was stopped by {clean(story.signal or 'a signal')}{after}{restarts}{step}"
+        return f"was stopped by {clean(by)}{after}{restarts}{step}"
     if story.state == "ERROR":
         return f"ended with an ERROR{code}{after}{restarts}{reason}"
     if story.state == "SUCCEEDED" or story.failures:

@@ -396,6 +396,8 @@ class Story:
     """The launcher's exit code."""
     signal: str | None = None
     """The signal that stopped the launcher."""
+    asked_by: str | None = None
+    """Who asked the whole job to stop, if the agents agreed on that."""
     reason: str | None = None
     """The launcher's reason for the end."""
     duration_s: float | None = None

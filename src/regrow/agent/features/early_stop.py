@@ -10,6 +10,9 @@ limit. They get no signal until the last part of it (`last_s`). If a worker of t
 stopped by then, they get SIGTERM, and SIGKILL at the end of the grace. A worker that has got True
 and still saves may ignore the SIGTERM.
 
+`regrow stop` with a log directory sends SIGTERM after `STOP_COMMAND`. It concerns the whole job. If
+no worker calls `should_stop`, the agents end the job as by SIGTERM.
+
 If the agents do not agree in time, because a host is lost for example, the job ends as by the
 signal. So it does if a worker fails meanwhile: new workers could only save what they had loaded.
 """
@@ -25,7 +28,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from regrow._stopping import END, HOLD, RUN
+from regrow._stopping import END, HOLD, RUN, STOP_COMMAND
 from regrow.agent.api import WorkerState
 from regrow.agent.decisions import early_stop as rules
 from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
@@ -98,6 +101,7 @@ class EarlyStop(Feature):
         self._limit: float | None = None  # monotonic seconds: end of the time limit
         self._request: Request | None = None
         self._changed = threading.Condition()  # notified when a worker may use the page
+        self._is_command = False  # `regrow stop` has announced that it sends SIGTERM
         self._number = 0  # of the next request in this round
         self._watched: object = None  # identifies the request that this node waits for
         self._timers: list[threading.Timer] = []
@@ -107,7 +111,7 @@ class EarlyStop(Feature):
     def open(self) -> None:
         """See base class: the time limit begins."""
         self._request = self._limit = self._job.kill_at = None
-        self._job.stopping = False
+        self._job.stopping = self._is_command = False
         self._page = StopPage(self._job.group.spec.local_world_size)
         if self._time_limit is not None:
             self._limit = monotonic() + self._time_limit
@@ -193,28 +197,37 @@ class EarlyStop(Feature):
 
     @contextmanager
     def notices(self, handled: Collection[signal.Signals]) -> Iterator[None]:
-        """Receive SIGUSR1 inside the block, without a change for other receivers.
+        """Receive SIGUSR1 and `STOP_COMMAND` in the block, without a change for other receivers.
 
         Args:
             handled: signals that the agent handles anyway.
         """
-        before = signal.getsignal(signal.SIGUSR1)
-        main = threading.current_thread() is threading.main_thread()
-        # None: a handler that was installed from C, which cannot be restored.
-        if not main or before is None or before is signal.SIG_IGN or signal.SIGUSR1 in handled:
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # None: a handler that was installed from C, which cannot be restored.
+        before = {
+            signum: found
+            for signum in (signal.SIGUSR1, STOP_COMMAND)
+            if (found := signal.getsignal(signum)) not in (None, signal.SIG_IGN)
+            and signum not in handled
+        }
 
         def handler(signum: int, frame: FrameType | None) -> None:
-            self._job.post(partial(self.on_signal, Signaled(signum), ignored=True))
-            if callable(before):
-                before(signum, frame)
+            if signum == STOP_COMMAND:
+                self._is_command = True
+            else:
+                self._job.post(partial(self.on_signal, Signaled(signum), ignored=True))
+            if callable(then := before[signal.Signals(signum)]):
+                then(signum, frame)
 
-        signal.signal(signal.SIGUSR1, handler)
+        for signum in before:
+            signal.signal(signum, handler)
         try:
             yield
         finally:
-            signal.signal(signal.SIGUSR1, before)
+            for signum, found in before.items():
+                signal.signal(signum, found)
 
     # --- requests, in the agent's loop
 
@@ -229,21 +242,25 @@ class EarlyStop(Feature):
         if request is not None and signum in (signal.SIGTERM, signal.SIGUSR1):
             first = request.signaled is None
             request.leaves |= signum == signal.SIGTERM
-            request.whole |= signum == signal.SIGUSR1
+            request.whole |= signum == signal.SIGUSR1 or self._is_command
             if first:
                 request.signaled = now
                 self._limit_grace(request, now + self._job.shutdown_timeout)
             within = request.signaled is not None and now - request.signaled < _SAME_S
             return None if first or within or ignored else event
+        if signum == signal.SIGTERM and self._is_command and self._workers_run():
+            return self._begin("regrow stop", signaled=now)
         if signum in (signal.SIGTERM, signal.SIGUSR1) and self._workers_take_part():
             # SIGTERM concerns this host. SIGUSR1 is the notice of the end of an allocation.
             why, leaves = signal.Signals(signum).name, signum == signal.SIGTERM
             return self._begin(why, leaves=leaves, signaled=now)
         return None if ignored else event
 
+    def _workers_run(self) -> bool:
+        return self._job.group.state is WorkerState.HEALTHY and not self._job.leaving
+
     def _workers_take_part(self) -> bool:
-        running = self._job.group.state is WorkerState.HEALTHY and not self._job.leaving
-        return running and self._page is not None and self._page.using() > 0
+        return self._workers_run() and self._page is not None and self._page.using() > 0
 
     def _on_time_limit(self) -> Event | None:
         if self._request is not None:

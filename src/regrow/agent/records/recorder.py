@@ -136,13 +136,20 @@ class Recorder:
         reason = f"{reason}; run it again to go on"
         self._finish("STOPPED", start, exit_code=85, reason=reason)
 
-    def job_signaled(self, sigval: signal.Signals, start: float) -> None:
-        """Emit the end of a job that a signal ended; `start` is in monotonic seconds."""
+    def job_signaled(self, sigval: signal.Signals, start: float, asked_by: str) -> None:
+        """Emit the end of a job that a signal ended.
+
+        Args:
+            sigval: the signal.
+            start: monotonic seconds.
+            asked_by: who asked the whole job to stop; "" if nobody did.
+        """
         self._finish(
             "SIGNALED",
             start,
             exit_code=128 + sigval,
             signal=sigval.name,
+            asked_by=asked_by or None,
             reason=f"the launcher got {sigval.name}",
         )
 

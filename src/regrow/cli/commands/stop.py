@@ -59,6 +59,7 @@ def _parser() -> ArgumentParser:
 
 def _stop_here(path: str) -> None:
     """Ask the agent with a log directory on this host."""
+    from regrow._stopping import STOP_COMMAND
     from regrow.events import find_event_file, read_events
 
     try:
@@ -75,9 +76,7 @@ def _stop_here(path: str) -> None:
         agent = os.pidfd_open(pid)
         if not _has_open(pid, log):
             raise ProcessLookupError
-        # SIGUSR1 concerns the whole job, and has an effect only if workers call should_stop. Then
-        # the SIGTERM is a part of the same request.
-        for signum in (signal.SIGUSR1, signal.SIGTERM):
+        for signum in (STOP_COMMAND, signal.SIGTERM):
             signal.pidfd_send_signal(agent, signum)
     except ProcessLookupError:
         _end(1, f"{log}: the agent of this job does not run on this host")
