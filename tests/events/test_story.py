@@ -268,6 +268,19 @@ def test_errors_that_follow_from_the_end_of_a_peer_share_one_line() -> None:
     assert "then also" not in text
 
 
+def test_a_worker_that_the_agent_stopped_after_its_exception_raised_it() -> None:
+    root = raised(0, 112.0, "ValueError: bad batch", rank=0, pid=41, root_cause=True)
+    traceback = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer"
+    times = {"failed_monotonic": 112.5, "detected_monotonic": 113.0, "exited_monotonic": 113.1}
+    other = failed(0, 112.5, exit_code=-15, signal="SIGTERM", traceback=traceback, **times)
+    other["root_cause"] = False
+    assert (
+        "as a result      rank 1 on host foo (pid 4242) raised RuntimeError: Connection closed by"
+        " peer, 500 ms later; the agent then stopped it with SIGTERM"
+        in " ".join(rendered([started(), attempt(0, 100.1), root, other], 400).split("\n"))
+    )
+
+
 def test_without_a_mark_the_earliest_failure_is_the_cause() -> None:
     lines = [failed(0, 101.0 - n, rank=n, root_cause=None) for n in range(3)]
     assert story(lines).failures[0].rank == 2

@@ -298,3 +298,22 @@ def test_a_function_that_made_steps_after_its_restart_was_called_again() -> None
             if event["name"] == "regrow.attempt.ended" and event["attempt"] == 0:
                 event["last_steps"]["0"]["last_monotonic"] += 0.04
     assert len(list(explain(logs).values())[-1]) == 3
+
+
+def test_a_worker_that_the_agent_stopped_after_its_exception_was_not_killed_by_a_signal() -> None:
+    (found,) = changed("exception-with-followers", "")
+    assert re.search(r"rank 0 on host node0 \(pid 1906\) raised RuntimeError: ", found.peers[1])
+    assert found.peers[1].endswith("1.6 s after the failure; regrow then stopped it (SIGTERM)")
+
+
+def test_a_failure_that_the_agent_stopped_after_its_exception_is_that_exception() -> None:
+    logs = recorded("exception-with-followers")
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.worker.failed" and event["rank"] != 0:
+                event["failed_monotonic"] = event["exited_monotonic"]
+                event["root_cause"] = False
+    (found,) = list(explain(logs).values())[-1]
+    assert found.cause == "exception"
+    assert "(pid 1906) raised RuntimeError: " in found.title
+    assert facts(found)["exit"] == "regrow stopped it with SIGTERM, after its exception"

@@ -452,6 +452,7 @@ def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
             pid=integer(event, "pid"),
             what=evidence.describe_failure(event),
             after_s=after(event),
+            stopped_with=evidence.stopped_with(event),
             is_consequence=evidence.is_consequence(event),
         )
         for event in sorted(failures, key=evidence.failed_at)

@@ -97,13 +97,28 @@ def describe_failure(event: Record) -> str:
         return f"{one_line(killed_with)}, and the workers of this host with it"
     signal = signal_name(event)
     code = integer(event, "exit_code")
+    traceback = text(event, "traceback")
+    detail = exception_of(traceback) if traceback else _detail(text(event, "message") or "")
+    if stopped_with(event) is not None:
+        return f"raised {detail}"
     if signal is not None:
         how = f"was killed by {signal}"
     else:
         how = "failed" if code is None else f"exited with code {code}"
-    traceback = text(event, "traceback")
-    detail = exception_of(traceback) if traceback else _detail(text(event, "message") or "")
     return f"{how}: {detail}" if detail else how
+
+
+def stopped_with(event: Record) -> str | None:
+    """Return the signal with which the agent stopped a worker that had raised an exception before.
+
+    The process was still ending when the agent acted on the end of another worker.
+    """
+    signal, traceback = signal_name(event), text(event, "traceback") or ""
+    found = [real(event, f"{what}_monotonic") for what in ("failed", "detected", "exited")]
+    times = [at for at in found if at is not None]
+    in_order = len(times) == len(found) and times == sorted(times)
+    is_exception = "Traceback (most recent call last):" in traceback
+    return signal if signal in ("SIGTERM", "SIGKILL") and is_exception and in_order else None
 
 
 def is_consequence(event: Record) -> bool:
@@ -187,7 +202,7 @@ def cause_of(failure: Record, timer: Expiry | None) -> str:
         return "heartbeat" if timer.heartbeat else "hang"
     if text(failure, "killed_with") is not None:  # the guardian failed
         return "unknown"
-    if signal_name(failure) is not None:
+    if signal_name(failure) is not None and stopped_with(failure) is None:
         return "signal"
     if text(failure, "traceback") is not None:
         return "exception"

@@ -242,6 +242,8 @@ def _ranks(of: Iterable[int | None]) -> str:
 
 def _other(other: OtherFailure) -> str:
     after = f", {duration(other.after_s)} later" if other.after_s is not None else ""
+    if other.stopped_with is not None:
+        after += f"; the agent then stopped it with {other.stopped_with}"
     return f"{_worker(other.rank, other.host, other.pid)} {clean(other.what)}{after}"
 
 

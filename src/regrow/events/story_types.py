@@ -115,6 +115,8 @@ class OtherFailure:
     or is on another host."""
     is_consequence: bool = False
     """Whether it is an error about a connection to another worker, which had ended."""
+    stopped_with: str | None = None
+    """The signal with which the agent stopped the process, which had raised an exception before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from regrow.events import Failure
-from regrow.events.evidence import Record, integer, one_line, real, short_scope, text
+from regrow.events.evidence import (
+    Record,
+    integer,
+    one_line,
+    real,
+    short_scope,
+    stopped_with,
+    text,
+)
 from regrow.explain import long_settings
 from regrow.explain.explanation import Fact
 from regrow.explain.peers import HUNG, NOTICED, last_step_of, last_steps, phase_of
@@ -58,7 +66,9 @@ def evidence_of(
         yield Fact("where it was", timer.stood)
     if injected := text(event, "injected"):
         yield Fact("injected", f"by --chaos: {injected}")
-    if failure.signal is not None and timer is None:
+    if stopped := stopped_with(event):
+        yield Fact("exit", f"regrow stopped it with {stopped}, after its exception")
+    elif failure.signal is not None and timer is None:
         yield Fact("exit", f"killed by {failure.signal}")
     elif failure.signal is not None:
         yield Fact("exit", f"regrow ended it with {failure.signal}, because it hung")

@@ -135,24 +135,21 @@ def _consequences(failure: Failure) -> Iterator[str]:
     """Yield the later failures of the attempt; those that follow from the first are marked."""
     own = [other for other in failure.others if not other.is_consequence]
     for other in own[:_MOST_CONSEQUENCES]:
-        yield f"{_who(other)} {_short(other.what)}{_later(other.after_s)}"
+        yield _failed(other)
     if len(own) > _MOST_CONSEQUENCES:
         yield f"{count(len(own) - _MOST_CONSEQUENCES, 'more worker')} failed too"
     follow = [other for other in failure.others if other.is_consequence]
     for other in follow[:1]:
-        yield f"as a result, {_who(other)} {_short(other.what)}{_later(other.after_s)}"
+        yield f"as a result, {_failed(other)}"
     ranks = [other.rank for other in follow[1:] if other.rank is not None]
     if ranks:
         yield f"{many_ranks(ranks)} failed in the same way"
 
 
-def _who(other: OtherFailure) -> str:
-    return worker(other.rank, other.host, other.pid)
-
-
-def _short(what: str) -> str:
-    return what if len(what) <= _LONGEST else f"{what[: _LONGEST - 3]}..."
-
-
-def _later(after_s: float | None) -> str:
-    return "" if after_s is None else f", {relative(after_s, 0.0)}"
+def _failed(other: OtherFailure) -> str:
+    what = other.what
+    what = what if len(what) <= _LONGEST else f"{what[: _LONGEST - 3]}..."
+    later = "" if other.after_s is None else f", {relative(other.after_s, 0.0)}"
+    if (stopped := other.stopped_with) is not None:
+        later += f"; regrow then stopped it ({stopped})"
+    return f"{worker(other.rank, other.host, other.pid)} {what}{later}"
