@@ -317,3 +317,25 @@ def test_a_failure_that_the_agent_stopped_after_its_exception_is_that_exception(
     assert found.cause == "exception"
     assert "(pid 1906) raised RuntimeError: " in found.title
     assert facts(found)["exit"] == "regrow stopped it with SIGTERM, after its exception"
+
+
+@pytest.mark.parametrize(
+    "name", ["host-lost", "host-lost-in-place", "agent-killed", "server-host-lost"]
+)
+def test_the_time_of_a_loss_is_when_it_was_noticed_and_since_when_training_stood_still(
+    name: str,
+) -> None:
+    (found,) = changed(name, "")
+    logs = recorded(name)
+    start = min(events[0]["monotonic"] for events in logs.values())
+    ends = [e for events in logs.values() for e in events if e["name"] == "regrow.round.ended"]
+    noticed = min(event["monotonic"] for event in ends) - start
+    assert found.noticed_s == pytest.approx(noticed, abs=0.1)
+    assert found.at_s is not None
+    assert found.at_s < noticed
+    text = " ".join(page(found).split())
+    assert re.search(
+        r"training stood still from [\d:]{8}, \S+ m?s after the start of the job, and the loss was"
+        r" noticed \S+ m?s later at [\d:]{8}, in attempt 0;",
+        text,
+    )

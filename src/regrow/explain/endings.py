@@ -64,6 +64,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         outcome=outcome,
         host=text(finished, "host"),
         at_s=at,
+        noticed_s=None if lost is None else lost.at_s,
         time=scene.wall(at),
         evidence=tuple(_evidence(scene, stopping, lost)),
         peers=tuple(_steps(scene)) if lost is None else what_peers_did(scene, lost, lost.at_s),

@@ -135,6 +135,8 @@ class Explanation:
     pid: int | None = None
     at_s: float | None = None
     """When it began, in seconds since the start of the run."""
+    noticed_s: float | None = None
+    """When the loss of a host was noticed, if training stood still before that."""
     time: float | None = None
     """The same in seconds since the epoch."""
     injected: str | None = None

@@ -39,6 +39,7 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
         host=failure.host,
         pid=failure.pid,
         at_s=begin,
+        noticed_s=failure.at_s if failure.is_host_lost and failure.at_s != begin else None,
         time=scene.wall(begin),
         injected=text(event, "injected"),
         evidence=tuple(evidence_of(scene, failure, event, begin)),
@@ -180,6 +181,8 @@ def _timeline(
     marks: list[tuple[str, float | None, str]] = []
     if begin < at:
         silent = "no new step; the loss was not known yet"
+        if isinstance(ended, Failure) and ended.what.endswith("its connection broke"):
+            silent = "no new step; its agent had time to connect again"
         is_lost = isinstance(ended, Failure) and ended.is_host_lost
         marks.append(("silent", at, silent if is_lost else "no sign of life; regrow waited"))
     if exited is not None and begin == at:

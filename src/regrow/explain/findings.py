@@ -146,7 +146,8 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     own = [at for e in scene.events if text(e, "host") == host and (at := real(e, "monotonic"))]
     before = [at for at in own if failure.at_s is None or at <= failure.at_s]
     if before:
-        yield Fact("its last event", relative(before[-1], failure.at_s, NOTICED))
+        when = relative(before[-1], failure.at_s, NOTICED)
+        yield Fact("last event", f"in the log of host {host}: {when}")
     if ranks := scene.ranks_of(host, failure.attempt):
         yield Fact("lost with it", many_ranks(ranks))
     yield from lease_over(scene, failure.attempt)

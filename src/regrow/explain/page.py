@@ -84,6 +84,10 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
     script = f" ({clean(each.script)})" if each.script else ""
     yield from _wrapped(f"{heading(each)}{total} of job{id}{script}: {clean(each.title)}", "  ")
     when = [] if each.at_s is None else [_moment(each.at_s, _day(each))]
+    if each.at_s is not None and each.noticed_s is not None:
+        later, clock = seconds(each.noticed_s - each.at_s), _clock(each.noticed_s, _day(each))
+        when = [f"training stood still from {part.removeprefix('at ')}" for part in when]
+        when.append(f"and the loss was noticed {later} later{clock and f' at {clock}'}")
     if each.run > 1:
         when.append(f"in run {each.run} of the job")
     if each.attempt is not None:
@@ -122,10 +126,13 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
 
 
 def _moment(at_s: float, day: float | None) -> str:
-    stamp = time_stamp(at_s, day)
-    clock, _, _ = stamp.rpartition(" ")
-    since = f"{seconds(max(at_s, 0.0))} after the start of the job"
+    clock, since = _clock(at_s, day), f"{seconds(max(at_s, 0.0))} after the start of the job"
     return f"at {clock}, {since}" if clock else since
+
+
+def _clock(at_s: float, day: float | None) -> str:
+    """Return a time of day; empty if it is unknown."""
+    return time_stamp(at_s, day).rpartition(" ")[0]
 
 
 def _facts(facts: Iterable[Fact]) -> Iterator[str]:
