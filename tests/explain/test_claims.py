@@ -339,3 +339,9 @@ def test_the_time_of_a_loss_is_when_it_was_noticed_and_since_when_training_stood
         r" noticed \S+ m?s later at [\d:]{8}, in attempt 0;",
         text,
     )
+
+
+def test_a_job_that_regrow_stop_ended_by_a_signal_names_the_command() -> None:
+    (found,) = changed("preempted", "job.finished", asked_by="regrow stop")
+    assert found.title == "regrow stop asked the job to stop"
+    assert "regrow stop" in [fact.text for fact in found.evidence if fact.label == "asked by"]

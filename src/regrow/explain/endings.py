@@ -115,6 +115,8 @@ def _how(state: str | None) -> str:
 
 def _title(scene: Scene, stopping: Record) -> str:
     story = scene.story
+    if story.state == "SIGNALED" and story.asked_by:
+        return f"{story.asked_by} asked the job to stop"
     if story.state == "SIGNALED":
         return f"the agent on host {text(stopping, 'host') or '?'} got {story.signal or 'a signal'}"
     if story.state == "STOPPED":
@@ -131,7 +133,7 @@ def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[
         yield from lease_over(scene, lost.attempt)
     if story.signal:
         yield Fact("signal", f"{story.signal} to the agent, for example by a scheduler or a person")
-    if why := text(stopping, "why"):
+    if why := story.asked_by or text(stopping, "why"):
         yield Fact("asked by", why)
     if story.reason and story.state == "ERROR":
         yield Fact("error", story.reason)
