@@ -199,8 +199,8 @@ def _restart(
     if (pause := _length(timeline, "pause")) > 0:
         text = (
             "regrow restarts at once after the first attempt that lasts less than 10 s; after each"
-            " further one in a row it waits 1, 2, 4, 8, and then 15 s, so that a crash loop does not"
-            " spend all restarts at once"
+            " further one in a row it waits 1, 2, 4, 8, and then 15 s, so that a crash loop does"
+            " not spend all restarts at once"
         )
         yield Held("pause before a restart", "no setting", pause, text)
     forming, last_call = _length(timeline, "rendezvous"), _last_call(scene.settings)
