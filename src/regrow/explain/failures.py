@@ -182,7 +182,7 @@ def _timeline(
     if begin < at:
         silent = "no new step; the loss was not known yet"
         if isinstance(ended, Failure) and ended.what.endswith("its connection broke"):
-            silent = "no new step; its agent could connect again"
+            silent = "no new step; the agent may reconnect"
         is_lost = isinstance(ended, Failure) and ended.is_host_lost
         marks.append(("silent", at, silent if is_lost else "no sign of life; regrow waited"))
     if exited is not None and begin == at:
