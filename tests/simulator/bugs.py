@@ -395,7 +395,7 @@ BUGS: dict[str, Bug] = {
     ),
     "voters at once": Bug("hosts", range(100), successor_bugs.voters_change_at_once),
     "voters forgotten": Bug(
-        "hosts", range(30, 130), successor_bugs.a_restarted_server_forgets_the_voters
+        "hosts", range(12, 112), successor_bugs.a_restarted_server_forgets_the_voters
     ),
     "failures forgotten at takeover": Bug(
         "hosts", range(9, 109), successor_bugs.failures_are_forgotten_at_the_takeover
