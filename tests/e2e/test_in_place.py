@@ -100,6 +100,7 @@ def test_a_hang_in_the_function_is_an_event_with_the_stack_of_the_rank_that_hung
     job = launch(
         """
 from datetime import timedelta
+import regrow
 from regrow.inprocess import CallWrapper, Wrapper
 def load_batch():
     time.sleep(60)
@@ -107,6 +108,7 @@ def load_batch():
 def train(call: CallWrapper):
     if call.iteration > 0:
         return
+    regrow.step(7 + RANK)
     if RANK == 0:
         load_batch()
     with call.disable_hang_protection():
@@ -119,4 +121,5 @@ train()
     assert job.finish() == 0, job.output
     (raised,) = job.events("inprocess.raised")
     assert (raised["iteration"], raised["rank"]) == (0, 0)
+    assert raised["last_step"] == 7
     assert "in load_batch\n" in raised["traceback"]

@@ -66,7 +66,7 @@ def test_without_the_event_of_an_exception_its_traceback_is_in_the_stderr() -> N
 
 def test_a_traceback_does_not_hide_a_time_out_of_the_same_rank() -> None:
     (found,) = changed("in-process", "inprocess.restarted", kind="SOFT_TIMEOUT")
-    assert facts(found)["reported as"].startswith("SOFT_TIMEOUT: ")
+    assert facts(found)["time-out"].startswith("soft_timeout ")
     assert "traceback" not in facts(found)
 
 
@@ -345,3 +345,25 @@ def test_a_job_that_regrow_stop_ended_by_a_signal_names_the_command() -> None:
     (found,) = changed("preempted", "job.finished", asked_by="regrow stop")
     assert found.title == "regrow stop asked the job to stop"
     assert "regrow stop" in [fact.text for fact in found.evidence if fact.label == "asked by"]
+
+
+@pytest.mark.parametrize("name", ["in-process", "in-process-time-out"])
+def test_an_in_process_restart_shows_the_last_step_of_the_rank_and_the_next_one(name: str) -> None:
+    (found,) = changed(name, "inprocess.raised", last_step=35)
+    assert facts(found)["last step"] == "step 35"
+    assert found.peers[0] == "the ranks on host node0 had made at most step 36"
+    assert found.outcome.endswith("training went on with step 31")
+
+
+def test_the_step_after_a_restart_is_unknown_if_the_next_fault_came_earlier() -> None:
+    first, _ = list(explain(recorded("wrapper-gives-up")).values())[-1]
+    assert "went on with step" not in first.outcome
+
+
+def test_a_time_out_of_the_wrapper_is_described_in_words() -> None:
+    (found,) = changed("in-process-time-out", "")
+    assert "hung: it ran no Python code for 2 s, at " in found.title
+    assert facts(found)["time-out"] == "soft_timeout of the wrapper"
+    message = "no manual progress for 2 s"
+    (found,) = changed("in-process-time-out", "inprocess.restarted", message=message)
+    assert found.title.endswith("hung: it did not call ping() for 2 s")

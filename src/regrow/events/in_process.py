@@ -34,6 +34,7 @@ _KINDS = {
     "TERMINATED": ("exit", "ended"),
 }
 """The cause and the predicate of each kind of fault."""
+_NO_PROGRESS = {"automatic": "it ran no Python code", "manual": "it did not call ping()"}
 _ENDING = frozenset({"BASE_EXCEPTION", "HARD_TIMEOUT", "TERMINATED", "UNRESPONSIVE"})
 """Kinds of faults after which the process ends."""
 NEAR_S = 60.0  # most seconds between the end of a process and the restart that it caused
@@ -150,6 +151,8 @@ def _cause_and_predicate(kind: str | None, message: str | None, end: Record) -> 
         ended = {"exit_code": integer(end, "exitcode")}
         return "signal" if signal_name(ended) else "exit", describe_failure(ended)
     cause, did = _KINDS.get(kind or "", ("unknown", f"had a fault ({kind or 'unknown'})"))
+    for progress, meaning in _NO_PROGRESS.items():
+        message = (message or "").replace(f"no {progress} progress", meaning, 1)
     return cause, one_line(f"{did}: {message}" if message else did)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from regrow._accounts import REPEATED, REPEATED_STEPS, STEPS
 from regrow.events import InProcessRestart, Replacement
-from regrow.events.evidence import Record, integer, real, signal_name, text
+from regrow.events.evidence import Record, integer, real, signal_name, steps, text
 from regrow.events.in_process import NEAR_S, end_of
 from regrow.explain import ladder, long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
@@ -21,6 +21,7 @@ from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seco
 from regrow.utils import shortened
 
 _SHOWN_S = 0.0005
+_TIME_OUTS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
 _MOST_RANKS = 1 << 16
 _PHASES = {
     "detected": ("detection", "until the fault was noticed"),
@@ -39,12 +40,15 @@ def explain_in_process(scene: Scene) -> Iterator[Explanation]:
     ends = {attempt: _end_of_attempt(scene, attempt) for attempt in {r.attempt for r in restarts}}
     gone: dict[int, set[int]] = {}  # by attempt, the ranks that were lost up to now
     for restart, later in zip_longest(restarts, restarts[1:]):
-        after = None
+        until = ends[restart.attempt]
         if later is not None and later.attempt == restart.attempt:
-            after = integer(recorded.event_of(later), "repeated_steps")
+            event = recorded.event_of(later)
+            made = integer(event, "repeated_steps"), integer(event, "last_step")
+            if made[0] is not None:
+                until = _AttemptEnd(*made, until.pace_s)
         lost = gone.setdefault(restart.attempt, set())
         lost.update(restart.lost)
-        yield _explained(scene, restart, recorded, ends[restart.attempt], after, lost)
+        yield _explained(scene, restart, recorded, until, lost)
 
 
 class _Recorded:
@@ -56,7 +60,7 @@ class _Recorded:
 
     def __init__(self, scene: Scene) -> None:
         self._events: defaultdict[object, list[tuple[float, Record]]] = defaultdict(list)
-        self._tracebacks: defaultdict[object, list[tuple[float, str]]] = defaultdict(list)
+        self._raised: defaultdict[object, list[tuple[float, Record]]] = defaultdict(list)
         for event in scene.named("inprocess.restarted"):
             number = integer(event, "attempt"), integer(event, "iteration")
             self._events[number].append((real(event, "monotonic") or 0.0, event))
@@ -65,8 +69,10 @@ class _Recorded:
             rank = integer(event, "attempt"), integer(event, "rank")
             if isinstance(traceback := event.get("traceback"), str):
                 shown[rank] = traceback  # else it is that of the event before
-            found = real(event, "monotonic") or 0.0, shown.get(rank, "")
-            self._tracebacks[*rank, integer(event, "iteration")].append(found)
+            found = {**event, "traceback": shown.get(rank)}
+            self._raised[*rank, integer(event, "iteration")].append(
+                (real(event, "monotonic") or 0.0, found)
+            )
 
     def event_of(self, restart: InProcessRestart) -> Record:
         """Return the event of a restart."""
@@ -74,18 +80,21 @@ class _Recorded:
         same = self._events[restart.attempt, restart.iteration]
         return min(same, key=lambda each: abs(each[0] - ends), default=(0.0, {}))[1]
 
-    def traceback_of(self, restart: InProcessRestart) -> str:
-        """Return the traceback of the exception that caused a restart; empty if there is none."""
-        same = self._tracebacks[restart.attempt, restart.rank, restart.iteration - 1]
-        near = [(abs(at - (restart.at_s or 0.0)), traceback) for at, traceback in same]
-        return min([each for each in near if each[0] < NEAR_S], default=(0.0, ""))[1]
+    def raised_before(self, restart: InProcessRestart) -> Record:
+        """Return the event of the exception that caused a restart; empty if there is none."""
+        same = self._raised[restart.attempt, restart.rank, restart.iteration - 1]
+        near = [(abs(at - (restart.at_s or 0.0)), event) for at, event in same]
+        found = [each for each in near if each[0] < NEAR_S]
+        return min(found, key=lambda each: each[0], default=(0.0, {}))[1]
 
 
 class _AttemptEnd(NamedTuple):
-    """What the accounts of an attempt say at its end."""
+    """What is known of the steps of an attempt at its end, or at its next restart."""
 
     repeated_steps: int | None
     """How many steps a worker has done again, at most."""
+    last_step: int | None
+    """The last step of any worker."""
     pace_s: float | None
     """Mean seconds of a step."""
 
@@ -95,7 +104,6 @@ def _explained(
     restart: InProcessRestart,
     recorded: _Recorded,
     end: _AttemptEnd,
-    after: int | None,
     lost: Set[int],
 ) -> Explanation:
     """Explain a restart.
@@ -104,8 +112,7 @@ def _explained(
         scene: the run.
         restart: the restart.
         recorded: the events of all restarts.
-        end: the end of its attempt.
-        after: number of repeated steps at the next restart of the attempt; None: there is none.
+        end: the next restart of its attempt, or the end of it.
         lost: the ranks that were lost up to this restart.
     """
     event = recorded.event_of(restart)
@@ -114,15 +121,15 @@ def _explained(
     silent = _silent_s(kind, message)
     timeline = tuple(_timeline(restart, silent))
     begin = None if restart.at_s is None else restart.at_s - silent
-    steps = _redone(scene, event, end.repeated_steps if after is None else after)
+    redone = _redone(scene, event, end.repeated_steps)
     size = restart.world_size or scene.world_size(restart.attempt)
     lasted = timeline[-1].end_s if timeline else None
-    redone_s = 0.0 if steps == 0 else None
-    if steps and end.pace_s is not None:
-        redone_s = steps * end.pace_s
+    redone_s = 0.0 if redone == 0 else None
+    if redone and end.pace_s is not None:
+        redone_s = redone * end.pace_s
     whole = None if lasted is None else lasted + (redone_s or 0.0)
-    if redone_s and lasted is not None and steps:
-        again = f"{count(steps, 'step')} done again"
+    if redone_s and lasted is not None and redone:
+        again = f"{count(redone, 'step')} done again"
         timeline = (*timeline, Phase("redoing", lasted, lasted + redone_s, again))
     host, pid = _process(scene, restart, ended)
     return Explanation(
@@ -136,7 +143,8 @@ def _explained(
         cause=restart.cause,
         rung=2 if restart.replaced else 1,
         outcome=f"the function was called again (iteration {restart.iteration})"
-        + (f" on {count(restart.world_size, 'rank')}" if restart.world_size is not None else ""),
+        + (f" on {count(restart.world_size, 'rank')}" if restart.world_size is not None else "")
+        + _went_on(event, redone, end.last_step),
         rank=restart.rank,
         host=host,
         pid=pid,
@@ -150,7 +158,7 @@ def _explained(
         timeline=timeline,
         cost=Cost(
             seconds=whole,
-            steps=steps,
+            steps=redone,
             redone_s=redone_s,
             worker_seconds=None if whole is None or size is None else whole * size,
             restarts=len(restart.replaced),
@@ -158,6 +166,14 @@ def _explained(
         ),
         long=long_settings.of_in_process(scene, restart, kind, timeline),
     )
+
+
+def _went_on(event: Record, redone: int | None, reached: int | None) -> str:
+    """Return the first step after a restart, if all steps before it were reached again."""
+    last = integer(event, "last_step")
+    if last is None or redone is None or reached is None or reached <= last:
+        return ""
+    return f"; training went on with step {last - redone + 1}"
 
 
 def _end_of(scene: Scene, restart: InProcessRestart, kind: str) -> Record:
@@ -210,16 +226,21 @@ def _evidence(
     if said and not said.startswith(("Signal ", "<N/A>", "exit")):
         yield Fact("message", said)
     kind, message = text(event, "kind") or "unknown", text(event, "message") or "?"
+    raised = recorded.raised_before(restart)
+    traceback = text(raised, "traceback") or ""
     if kind not in ("EXCEPTION", "BASE_EXCEPTION"):
-        yield Fact("reported as", f"{kind}: {message}")
-        if stack := _before_interrupt(recorded.traceback_of(restart)):
+        if kind in _TIME_OUTS:
+            yield Fact("time-out", f"{kind.lower()} of the wrapper")
+        else:
+            yield Fact("reported as", f"{kind}: {message}")
+        if stack := _before_interrupt(traceback):
             yield Fact("stack", "", stack)
-    elif traceback := recorded.traceback_of(restart):
+    elif traceback:
         yield Fact("traceback", "", shortened(traceback))
     else:
         yield Fact("exception", message)
         yield Fact("traceback", "in the stderr of the rank; its event is not in these logs")
-    step, at = integer(ended, "last_step"), None
+    step, at = integer(ended or raised, "last_step"), None
     if step is None and restart.rank in restart.lost:
         step, at = last_step_of(scene, restart.attempt, restart.rank)
     if step is not None:
@@ -246,7 +267,7 @@ def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int
     host = text(event, "host")
     size = integer(started, "world_size")
     if (step := integer(event, "last_step")) is not None:
-        yield f"the furthest rank on host {host} had made step {step}"
+        yield f"the ranks on host {host} had made at most step {step}"
     if size is not None and size <= _MOST_RANKS and restart.lost_count <= len(restart.lost):
         others = [rank for rank in range(size) if rank not in gone]
         if others:
@@ -304,7 +325,7 @@ def _replacement(each: Replacement) -> str:
 
 def _silent_s(kind: str, message: str) -> float:
     """Return the seconds without progress before a time-out of the wrapper."""
-    found = _NO_PROGRESS.search(message) if kind in ("SOFT_TIMEOUT", "HARD_TIMEOUT") else None
+    found = _NO_PROGRESS.search(message) if kind in _TIME_OUTS else None
     return float(found[1]) if found is not None else 0.0
 
 
@@ -335,8 +356,11 @@ def _redone(scene: Scene, event: Record, later: int | None) -> int | None:
 def _end_of_attempt(scene: Scene, attempt: int) -> _AttemptEnd:
     accounts = _accounts(scene, attempt)
     paces = [pace for account in accounts if (pace := _pace(account)) is not None]
+    made = [each for event in scene.named("attempt.ended", attempt) for each in steps(event)]
+    reached = [each.last_step for each in made if each.last_step is not None]
     return _AttemptEnd(
         repeated_steps=max(map(_repeated, accounts), default=None),
+        last_step=max(reached, default=None),
         pace_s=sum(paces) / len(paces) if paces else None,
     )
 

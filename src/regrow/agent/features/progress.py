@@ -430,6 +430,7 @@ _EVENTS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
         "rank": _count,
         "pid": _count,
         "message": _text,
+        "last_step": _count,
         "traceback": _long_text,
     },
     SENT: {

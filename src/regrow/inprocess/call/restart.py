@@ -374,6 +374,7 @@ def report_exception(
         return before
     lines, message = stack_of(error), describe(error)[:TEXT]
     fields = {"iteration": iteration, "rank": rank, "pid": os.getpid(), "message": message}
+    fields["last_step"] = board.latest()
     text = "\n".join(lines)
     while lines and len(board.event_line(RAISED, {**fields, "traceback": text})) > board.LONGEST:
         lines = lines[1:]  # the cause is at the end
