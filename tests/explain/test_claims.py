@@ -140,7 +140,7 @@ def test_a_slow_end_of_a_job_shows_the_grace_that_was_in_force() -> None:
 def test_the_page_of_a_change_of_membership_has_its_reason_once() -> None:
     (found,) = changed("host-joined", "")
     assert found.title == "host node3 joined"
-    assert " ".join(page(found).split()).count("waits to join") == 1
+    assert " ".join(page(found).split()).count("asked to join") == 1
 
 
 def test_the_last_step_that_only_an_account_shows_is_on_the_clock_of_the_job() -> None:
@@ -367,3 +367,48 @@ def test_a_time_out_of_the_wrapper_is_described_in_words() -> None:
     message = "no manual progress for 2 s"
     (found,) = changed("in-process-time-out", "inprocess.restarted", message=message)
     assert found.title.endswith("hung: it did not call ping() for 2 s")
+
+
+def test_a_host_that_leaves_with_notice_is_not_silent() -> None:
+    (found,) = changed("host-preempted", "")
+    stopping = next(
+        event["monotonic"] - min(events[0]["monotonic"] for events in logs.values())
+        for logs in [recorded("host-preempted")]
+        for events in logs.values()
+        for event in events
+        if event["name"] == "regrow.job.stopping"
+    )
+    assert found.at_s == pytest.approx(stopping, abs=0.001)
+    assert found.noticed_s is None
+    assert [phase.name for phase in found.timeline][:2] == ["notice", "stopping"]
+    assert not re.search("silent|the loss|lost with", page(found))
+    shown = facts(found)
+    assert shown["left with it"] == "rank 2"
+    assert shown["last step"].startswith("step 25, ")
+    assert shown["its workers"].startswith("had ended ")
+    assert shown["exit"] == "exit code 143 of its agent"
+
+
+def test_without_the_log_of_the_host_a_leave_begins_with_its_notice() -> None:
+    logs = recorded("host-preempted")
+    others = {log: found for log, found in logs.items() if found[0]["host"] != "node3"}
+    (found,) = list(explain(others).values())[-1]
+    assert [phase.name for phase in found.timeline][:1] == ["stopping"]
+    assert not re.search("silent|the loss", page(found))
+
+
+def test_the_hosts_of_a_change_of_servers_and_of_a_join_are_named() -> None:
+    (found,) = changed("server-host-lost", "")
+    assert "host node2 took over the server of the rendezvous" in found.action
+    first, second = (phase for phase in found.timeline if phase.name == "silent")
+    assert found.at_s is not None
+    assert found.at_s + first.end_s == pytest.approx(3.39, abs=0.01)  # its `rendezvous.servers`
+    assert second.meaning == "no new step; the loss was not known yet"
+    for name in ("host-joined", "host-joined-in-place"):
+        (found,) = changed(name, "")
+        assert facts(found)["reason"] == "host node3 asked to join"
+
+
+def test_the_agent_of_a_store_server_that_ended_starts_another_one() -> None:
+    (found,) = changed("server-killed", "")
+    assert "its agent started another server after 102 ms" in found.action

@@ -202,7 +202,7 @@ def explain_server_end(scene: Scene, end: ServerEnd) -> Explanation:
         peers=() if ended else ("the workers need this server only to form a round",),
         action=()
         if after is None
-        else (f"another server took over after {seconds(after)}", "it spent no restart"),
+        else (f"its agent started another server after {seconds(after)}", "it spent no restart"),
         timeline=timeline,
         cost=Cost(
             seconds=None if after is None else 0.0,

@@ -25,6 +25,7 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
     timeline = tuple(_timeline(scene, failure, begin, exited=real(event, "exited_monotonic")))
     cost = _cost(scene, failure, timeline)
     rung = _rung(scene, failure)
+    is_silent = failure.is_host_lost and begin != failure.at_s and not scene.has_left(failure)
     return Explanation(
         number=0,
         run_id=scene.story.run_id,
@@ -39,7 +40,7 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
         host=failure.host,
         pid=failure.pid,
         at_s=begin,
-        noticed_s=failure.at_s if failure.is_host_lost and failure.at_s != begin else None,
+        noticed_s=failure.at_s if is_silent else None,
         time=scene.wall(begin),
         injected=text(event, "injected"),
         evidence=tuple(evidence_of(scene, failure, event, begin)),
@@ -67,7 +68,7 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
         outcome=_went_on(change),
         at_s=change.at_s,
         time=scene.wall(change.at_s),
-        evidence=(Fact("reason", change.reason) if change.joined else _NO_FAILURE,),
+        evidence=(Fact("reason", _reason(change)) if change.joined else _NO_FAILURE,),
         action=(
             _workers_after(scene, change, "the workers"),
             "it spent no restart of --max-restarts",
@@ -120,7 +121,7 @@ def _action(scene: Scene, failure: Failure) -> Iterator[str]:
     yield _workers_after(scene, failure, "the other workers")
     server = scene.new_server(failure.attempt, failure.restarted_attempt)
     if server is not None:
-        yield f"host {server} took over the server of the rendezvous"
+        yield f"host {server.host} took over the server of the rendezvous"
     if failure.joined:
         yield f"joined: {_joined(failure)}"
     step = failure.first_step
@@ -180,11 +181,7 @@ def _timeline(
         first = ended.first_step_after_s
     marks: list[tuple[str, float | None, str]] = []
     if begin < at:
-        silent = "no new step; the loss was not known yet"
-        if isinstance(ended, Failure) and ended.what.endswith("its connection broke"):
-            silent = "no new step; the agent may reconnect"
-        is_lost = isinstance(ended, Failure) and ended.is_host_lost
-        marks.append(("silent", at, silent if is_lost else "no sign of life; regrow waited"))
+        marks += _until_known(scene, ended, at)
     if exited is not None and begin == at:
         marks.append(("ending", exited, "the failed process ended"))
     marks.append(("detection", None if detected is None else at + detected, "until regrow knew"))
@@ -214,6 +211,22 @@ def _timeline(
         if until is not None and until - now >= _SHOWN_S:
             yield Phase(name, now - begin, until - begin, meaning)
             now = until
+
+
+def _until_known(
+    scene: Scene, ended: Failure | PlannedRestart, at: float
+) -> Iterator[tuple[str, float, str]]:
+    if not isinstance(ended, Failure) or not ended.is_host_lost:
+        yield "silent", at, "no sign of life; regrow waited"
+    elif scene.has_left(ended):
+        yield "notice", at, "until the other hosts were notified"
+    else:
+        server = scene.new_server(ended.attempt, ended.restarted_attempt)
+        if server is not None and server.at < at:
+            yield "silent", server.at, "until another server took over"
+        broke = ended.what.endswith("its connection broke")
+        waited = "its agent had time to connect again"
+        yield "silent", at, waited if broke else "no new step; the loss was not known yet"
 
 
 def _cost(scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase]) -> Cost:
@@ -249,6 +262,13 @@ def _joined(cost: Failure | PlannedRestart) -> str:
     more = len(cost.joined) - _MOST_HOSTS
     hosts = ", ".join(f"host {host}" for host in cost.joined[:_MOST_HOSTS])
     return f"{hosts} and {more} more" if more > 0 else hosts
+
+
+def _reason(change: PlannedRestart) -> str:
+    """Return why hosts joined, or what else ended the round that they joined."""
+    return (
+        f"{_joined(change)} asked to join" if change.reason.endswith(" to join") else change.reason
+    )
 
 
 def _restarts_left(scene: Scene, attempt: int, *, charged: bool) -> int | None:

@@ -16,7 +16,7 @@ from regrow.events.evidence import (
 )
 from regrow.explain import long_settings
 from regrow.explain.explanation import Fact
-from regrow.explain.peers import HUNG, NOTICED, last_step_of, last_steps, phase_of
+from regrow.explain.peers import HUNG, last_step_of, last_steps, noticed, phase_of
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
@@ -145,11 +145,24 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     yield Fact("reported by", f"the rendezvous, to {told}" if told else "unknown")
     own = [at for e in scene.events if text(e, "host") == host and (at := real(e, "monotonic"))]
     before = [at for at in own if failure.at_s is None or at <= failure.at_s]
-    if before:
-        when = relative(before[-1], failure.at_s, NOTICED)
+    what, has_left = noticed(scene, failure), scene.has_left(failure)
+    if before and not has_left:
+        when = relative(before[-1], failure.at_s, what)
         yield Fact("last event", f"in the log of host {host}: {when}")
     if ranks := scene.ranks_of(host, failure.attempt):
-        yield Fact("lost with it", many_ranks(ranks))
+        yield Fact("left with it" if has_left else "lost with it", many_ranks(ranks))
+    steps = [last_step_of(scene, failure.attempt, rank) for rank in ranks]
+    for step, at in sorted((step, at) for step, at in steps if step is not None and at is not None)[
+        -1:
+    ]:
+        yield Fact("last step", f"step {step}, {relative(at, failure.at_s, what)}")
+    for event in scene.named("attempt.ended", failure.attempt):
+        if text(event, "host") == host:
+            when = relative(real(event, "monotonic"), failure.at_s, what)
+            yield Fact("its workers", f"had ended {when}")
+    for event in scene.named("job.finished"):
+        if text(event, "host") == host and (code := integer(event, "exit_code")) is not None:
+            yield Fact("exit", f"exit code {code} of its agent")
     yield from lease_over(scene, failure.attempt)
 
 
@@ -175,8 +188,15 @@ def _same_before(scene: Scene, failure: Failure) -> str:
 
 
 def begin_of(scene: Scene, failure: Failure) -> float | None:
-    """Return when it began: if a worker hung or a host is silent, its last sign of life."""
+    """Return when it began: if a worker hung or a host is silent, its last sign of life.
+
+    For a host that left with notice, when its agent began to stop.
+    """
     timer, at = failure.timer, failure.at_s
+    if at is not None and scene.has_left(failure):
+        host = scene.lost_host(failure.attempt)
+        own = [e for e in scene.named("job.stopping", failure.attempt) if text(e, "host") == host]
+        return min([at, *(since for e in own if (since := real(e, "monotonic")) is not None)])
     if failure.is_host_lost and at is not None:
         longest = long_settings.silence_of_host(scene, failure)
         steps = [s for s in last_steps(scene, failure.attempt) if at - longest <= s <= at]

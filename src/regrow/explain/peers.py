@@ -11,10 +11,14 @@ from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, worker
 
 HUNG = "it fell silent"
-NOTICED = "the loss was noticed"
 _MOST_LINES = 8
 _LONGEST = 120  # characters of a later failure
 _MOST_CONSEQUENCES = 2
+
+
+def noticed(scene: Scene, failure: Failure) -> str:
+    """Return what the other hosts learned of a host that was lost or left, as a clause."""
+    return "its notice arrived" if scene.has_left(failure) else "the loss was noticed"
 
 
 class _Mark(NamedTuple):
@@ -70,7 +74,7 @@ def _compared(failure: Failure) -> list[str]:
 def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]:
     what = HUNG if failure.timer is not None else "the failure"
     if failure.is_host_lost:
-        begin, what = failure.at_s, NOTICED
+        begin, what = failure.at_s, noticed(scene, failure)
     marks = _marks(scene, failure.attempt)
     left_out = set() if failure.rank is None else {failure.rank}
     if failure.is_host_lost:

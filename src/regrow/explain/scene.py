@@ -5,12 +5,28 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from regrow.events import Story, story
+from regrow.events import Failure, Story, story
 from regrow.events.clocks import on_one_clock
-from regrow.events.evidence import Hosts, Record, integer, integers, real, text
+from regrow.events.evidence import (
+    Hosts,
+    Record,
+    integer,
+    integers,
+    one_line,
+    real,
+    strings,
+    text,
+)
 from regrow.ledger import Session, Span, is_phase
+
+
+class NewServer(NamedTuple):
+    """The takeover of the server of the rendezvous by another host."""
+
+    host: str
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +70,25 @@ class Scene:
         """Return the time of the last such event of an attempt."""
         return max(self._times(name, attempt), default=None)
 
-    def new_server(self, attempt: int | None, following: int | None) -> str | None:
+    def new_server(self, attempt: int | None, following: int | None) -> NewServer | None:
         """Return the host that took over the server of the rendezvous between two attempts."""
         since = self.last_time("attempt.started", attempt)
         until = self.last_time("attempt.started", following)
         if since is None or until is None:
             return None
-        names = {address: name for name, address in self.story.addresses}
         for event in self.named("rendezvous.servers"):
             at, epoch = real(event, "monotonic"), integer(event, "epoch") or 0
             if epoch > 0 and at is not None and since <= at <= until:
-                server = text(event, "server") or "?"
-                return names.get(server, server)
+                return NewServer(self._host_at(text(event, "server") or "?"), at)
         return None
+
+    def _host_at(self, address: str) -> str:
+        """Return the name of the host with an address; the address if the name is not known."""
+        for event in self.named("rendezvous.completed"):
+            by_rank = [*enumerate([text(event, "leader") or "", *strings(event, "successors")])]
+            if (integer(event, "group_rank"), address) in by_rank:
+                return text(event, "host") or address
+        return next((name for name, known in self.story.addresses if known == address), address)
 
     def _times(self, name: str, attempt: int | None) -> list[float]:
         found = self.named(name, attempt) if attempt is not None else []
@@ -106,6 +128,15 @@ class Scene:
                 if (node := text(event, "node")) is not None:
                     return self.hosts.name(node)
         return None
+
+    def has_left(self, failure: Failure) -> bool:
+        """Return whether the host whose loss ended an attempt left with notice."""
+        overs = (
+            *self.named("round.judged", failure.attempt),
+            *self.named("round.ended", failure.attempt),
+        )
+        reasons = [text(e, "why") or "?" for e in overs if e.get("lost") is False]
+        return failure.is_host_lost and any(one_line(why) in failure.what for why in reasons)
 
     def ranks_of(self, host: str | None, attempt: int) -> set[int]:
         """Return the ranks that a host had in an attempt, if its log is among these."""

@@ -16,6 +16,7 @@ _COLOURS = {
     "silent": "#b07aa1",
     "detection": "#e15759",
     "notification": "#e15759",
+    "notice": "#e15759",
     "ending": "#f28e2b",
     "stopping": "#f28e2b",
     "abort": "#f28e2b",
