@@ -87,6 +87,33 @@ def test_a_grace_made_a_stop_long_only_if_a_process_outlived_it() -> None:
     assert "processes that rank 1 had started did not end" in found.long[0].text
 
 
+def test_a_suspended_worker_is_not_said_to_hang() -> None:
+    (found,) = changed("sigstop-heartbeat", "")
+    assert found.title.endswith("was suspended by SIGSTOP: no heartbeat for 8.1 s")
+    after = "7.5 s before regrow noticed it, 611 ms after its last heartbeat"
+    assert facts(found)["suspended"] == f"by SIGSTOP, {after}"
+    assert facts(found)["sent by"].startswith("unknown: a person")
+    assert "8.1 s after its last heartbeat" in found.long[0].text
+    assert "hung" not in "".join(facts(found).values())
+
+
+def test_who_suspended_a_worker_is_known_if_it_was_injected() -> None:
+    (found,) = changed("sigstop-heartbeat", "worker.failed", injected="stop rank=1")
+    assert "sent by" not in facts(found)
+
+
+def test_a_worker_that_was_resumed_and_hung_later_was_not_suspended() -> None:
+    logs = recorded("sigstop-heartbeat")
+    for events in logs.values():
+        (stopped,) = [each for each in events if each["name"] == "regrow.worker.suspended"]
+        resumed = stopped | {"name": "regrow.worker.resumed", "signal": "SIGCONT"}
+        resumed["monotonic"] += 0.5
+        events.insert(events.index(stopped) + 1, resumed)
+    (found,) = list(explain(logs).values())[-1]
+    assert found.title.endswith("hung: no heartbeat for 8.1 s")
+    assert "suspended" not in facts(found)
+
+
 def test_the_rule_of_the_pauses_is_that_of_the_agent() -> None:
     first, second, _ = changed("crash-loop", "")
     assert "pause" not in {phase.name for phase in first.timeline}

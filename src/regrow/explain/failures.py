@@ -32,7 +32,7 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
         script=scene.story.script,
         run=scene.number,
         attempt=failure.attempt,
-        title=title_of(failure),
+        title=title_of(scene, failure),
         cause=failure.cause,
         rung=rung,
         outcome=_outcome(scene, failure, rung),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from regrow.events import Failure
@@ -33,7 +34,7 @@ def event_of(scene: Scene, failure: Failure) -> Record:
     return same[0] if same and failure.pid is not None else {}
 
 
-def title_of(failure: Failure) -> str:
+def title_of(scene: Scene, failure: Failure) -> str:
     """Return what failed first, in one line."""
     if failure.is_host_lost:
         return failure.what
@@ -41,11 +42,13 @@ def title_of(failure: Failure) -> str:
     if failure.rank is None and failure.pid is None:
         who = f"host {failure.host}:" if failure.host else "the attempt:"
     if (timer := failure.timer) is not None:
+        stopped = text(suspension_of(scene, failure), "signal")
+        did = f"was suspended by {stopped}" if stopped else "hung"
         if timer.heartbeat:
             silent = (timer.after_s or 0.0) + (timer.over_s or 0.0)
-            return f"{who} hung: no heartbeat for {seconds(silent)}"
+            return f"{who} {did}: no heartbeat for {seconds(silent)}"
         scope = short_scope(timer.scope)
-        return f"{who} hung: it exceeded its timer {scope!r} of {seconds(timer.after_s)}"
+        return f"{who} {did}: it exceeded its timer {scope!r} of {seconds(timer.after_s)}"
     return f"{who} {failure.what}"
 
 
@@ -64,6 +67,7 @@ def evidence_of(
     since = HUNG if timer is not None else "the failure"
     if timer is not None:
         yield Fact("where it was", timer.stood)
+    yield from _of_suspension(scene, failure, event)
     if injected := text(event, "injected"):
         yield Fact("injected", f"by --chaos: {injected}")
     if stopped := stopped_with(event):
@@ -71,14 +75,11 @@ def evidence_of(
     elif failure.signal is not None and timer is None:
         yield Fact("exit", f"killed by {failure.signal}")
     elif failure.signal is not None:
-        yield Fact("exit", f"regrow ended it with {failure.signal}, because it hung")
+        why = "it sent no heartbeat" if timer and timer.heartbeat else "its timer expired"
+        yield Fact("exit", f"regrow ended it with {failure.signal}, because {why}")
     elif failure.exit_code is not None:
         yield Fact("exit", f"exit code {failure.exit_code}")
     yield from _message(scene, event, failure)
-    for each in scene.named("worker.suspended", failure.attempt):
-        if integer(each, "pid") == failure.pid:
-            when = relative(real(each, "monotonic"), failure.at_s, "regrow noticed it")
-            yield Fact("suspended", f"by {text(each, 'signal')}, {when}")
     step, at = last_step_of(scene, failure.attempt, failure.rank)
     if step is not None:
         yield Fact("last step", f"step {step}, {relative(at, begin, since)}".rstrip(", "))
@@ -124,6 +125,20 @@ def _message(scene: Scene, event: Record, failure: Failure) -> Iterator[Fact]:
         yield Fact("sent by", FROM_OUTSIDE[failure.signal])
     elif failure.exit_code:
         yield Fact("exception", "none is recorded, and no known message of a crash")
+
+
+def _of_suspension(scene: Scene, failure: Failure, event: Record) -> Iterator[Fact]:
+    stopped, timer = suspension_of(scene, failure), failure.timer
+    if not stopped:
+        return
+    signal, at = text(stopped, "signal") or "?", real(stopped, "monotonic")
+    when = [f"by {signal}", relative(at, failure.at_s, "regrow noticed it")]
+    if timer is not None and timer.heartbeat and failure.at_s is not None:
+        last = None if timer.after_s is None else failure.at_s - timer.after_s
+        when.append(relative(at, last, "its last heartbeat"))
+    yield Fact("suspended", ", ".join(filter(None, when)))
+    if timer is not None and signal in FROM_OUTSIDE and not text(event, "injected"):
+        yield Fact("sent by", FROM_OUTSIDE[signal])
 
 
 def _of_predecessor(scene: Scene, event: Record, begin: float | None) -> Iterator[Fact]:
@@ -204,10 +219,22 @@ def begin_of(scene: Scene, failure: Failure) -> float | None:
     if timer is None or at is None or timer.after_s is None:
         return at
     _, last_step = last_step_of(scene, failure.attempt, failure.rank)
-    signs = [at - timer.after_s, last_step, *_suspended(scene, failure)]
+    signs = [at - timer.after_s, last_step, real(suspension_of(scene, failure), "monotonic")]
     return max(sign for sign in signs if sign is not None and sign <= at)
 
 
-def _suspended(scene: Scene, failure: Failure) -> list[float | None]:
-    found = scene.named("worker.suspended", failure.attempt)
-    return [real(each, "monotonic") for each in found if integer(each, "pid") == failure.pid]
+def suspension_of(scene: Scene, failure: Failure) -> Record:
+    """Return the event of the signal that kept the failed process suspended; empty: none did."""
+    own = [
+        event
+        for name in ("worker.suspended", "worker.resumed")
+        for event in scene.named(name, failure.attempt)
+        if (text(event, "host"), integer(event, "pid")) == (failure.host, failure.pid)
+    ]
+    before = [each for each in own if _time(each) <= (failure.at_s or math.inf)]
+    last = max(before, key=_time, default={})
+    return last if text(last, "name") == "regrow.worker.suspended" else {}
+
+
+def _time(event: Record) -> float:
+    return real(event, "monotonic") or 0.0

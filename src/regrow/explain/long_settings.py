@@ -114,8 +114,8 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
         period = real(scene.settings, "heartbeat")
         value = "unknown" if period is None else f"{period:g} s"
         text = (
-            "a worker counts as hung only after it has sent no heartbeat for"
-            f" {seconds(timer.after_s)}, which follows from the period"
+            f"a worker counts as hung only {seconds(timer.after_s)} after its last heartbeat, which"
+            " follows from the period"
         )
         yield Held("--heartbeat", value, _length(timeline, "silent"), text)
     elif timer is not None and timer.after_s is not None:

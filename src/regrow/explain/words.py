@@ -13,6 +13,8 @@ FROM_OUTSIDE = {
     "SIGTERM": f"unknown: {_BY}, or the process itself",
     "SIGINT": f"unknown: {_BY}, or Ctrl-C in a terminal",
     "SIGHUP": f"unknown: {_BY}, or a terminal that was closed",
+    "SIGSTOP": f"unknown: {_BY}, or a debugger",
+    "SIGTSTP": f"unknown: {_BY}, or Ctrl-Z in a terminal",
 }
 """Who may send a signal that a process does not cause by an error of its own."""
 
