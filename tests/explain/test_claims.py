@@ -439,3 +439,21 @@ def test_the_hosts_of_a_change_of_servers_and_of_a_join_are_named() -> None:
 def test_the_agent_of_a_store_server_that_ended_starts_another_one() -> None:
     (found,) = changed("server-killed", "")
     assert "its agent started another server after 102 ms" in found.action
+
+
+def test_a_worker_whose_new_process_failed_too_is_a_failure_of_its_own() -> None:
+    first, second = list(explain(recorded("replaced-and-fails-again")).values())[-1]
+    assert first.title == "rank 1 on host node0 (pid 13458) was killed by SIGKILL"
+    assert (first.cause, first.rung, first.cost.restarts) == ("signal", None, 1)
+    assert facts(first)["last step"] == "step 36"
+    assert "sent by" in facts(first)
+    assert "pid 13533" in first.action[0]
+    assert second.pid == 13533
+    assert first.at_s is not None
+    assert second.at_s is not None
+    assert first.cost.seconds == pytest.approx(second.at_s - first.at_s)
+
+
+@pytest.mark.parametrize("name", ["replaced", "standby"])
+def test_a_worker_whose_new_process_took_its_place_is_explained_once(name: str) -> None:
+    assert len(list(explain(recorded(name)).values())[-1]) == 1

@@ -58,9 +58,7 @@ EXPECTED: Mapping[str, Expected] = {
     "standby": Expected("signal", 2, "by a standby process (--standby)", (1,), "redoing"),
     "preload": Expected("exception", 3, "forked from the template", (1, 2), "redoing"),
     "continues-without": Expected("signal", 1, "went on without rank 1", (), "redoing"),
-    "replaced-and-fails-again": Expected(
-        "exception", 3, "which ended by SIGKILL", (1, 2), "startup"
-    ),
+    "replaced-and-fails-again": Expected("signal", None, "sent by", (1,), "barrier"),
     "without-steps": Expected(
         "exit", 3, "the script does not call regrow.step", (1, 2), "processes"
     ),

@@ -64,7 +64,7 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
         for rank in first:
             if waiting := replaced.get((attempt, rank)):
                 first[rank] = waiting.popleft()
-        found = [_replacement(each, vacated) for each in first.values()]
+        found = [replacement(each, vacated) for each in first.values()]
         states = sent.get(_values(_ITERATION, event), ())
         restarts.append(
             replace(
@@ -103,7 +103,13 @@ def _not_replaced(restart: Record, refused: _Index) -> tuple[str, ...]:
     )
 
 
-def _replacement(event: Record, vacated: _Index) -> Replacement:
+def replacement(event: Record, vacated: _Index) -> Replacement:
+    """Return a replacement.
+
+    Args:
+        event: the start of the new process.
+        vacated: the ends of workers, by attempt, rank and incarnation.
+    """
     before = (integer(event, "incarnation") or 1) - 1
     same = vacated.get((*_values(_RANK, event), before), ())
     ended = next((each for each in same if each.get("host") == event.get("host")), {})

@@ -5,10 +5,10 @@
 shows it as text, `list_of` all of them with one line each, `draw` its timeline as SVG.
 
 The facts are those of the story (`regrow.events.story`); the worker-seconds are those of the ledger
-(`regrow.ledger`). `scene` has the events of one run of a job on one clock. `failures`, `in_process`
-and `endings` each explain one kind of incident; `findings` has the evidence for a failure, and
-`peers` what the other ranks did. `ladder` says why no lower rung was possible, and `long_settings`
-which setting decided how long it took.
+(`regrow.ledger`). `scene` has the events of one run of a job on one clock. `failures`,
+`in_process`, `replacements` and `endings` each explain one kind of incident; `findings` has the
+evidence for a failure, and `peers` what the other ranks did. `ladder` says why no lower rung was
+possible, and `long_settings` which setting decided how long it took.
 """
 
 from regrow.explain.explanation import RUNG_NAMES as RUNG_NAMES

@@ -15,6 +15,8 @@ from regrow.explain.words import count, seconds
 
 _SHOWN_S = 0.0005
 _MOST_HOSTS = 8
+_EXPLAINED_ALONE = ("inprocess.restarted", "worker.replaced")
+"""Events of faults that an attempt survived: the end of the attempt does not cost their seconds."""
 _NO_FAILURE = Fact("failure", "none: no worker failed, and no host was lost")
 
 
@@ -231,7 +233,7 @@ def _until_known(
 
 def _cost(scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase]) -> Cost:
     following = ended.restarted_attempt
-    inside = any(each.attempt == ended.attempt for each in scene.story.in_place)
+    inside = any(scene.named(name, ended.attempt) for name in _EXPLAINED_ALONE)
     buckets = scene.lost_seconds(
         ended.attempt, following, scene.wall(ended.at_s) if inside else None
     )

@@ -10,14 +10,21 @@ from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 from regrow._accounts import REPEATED, REPEATED_STEPS, STEPS
-from regrow.events import InProcessRestart, Replacement
-from regrow.events.evidence import Record, integer, real, signal_name, steps, text
+from regrow.events import InProcessRestart
+from regrow.events.evidence import (
+    Record,
+    integer,
+    real,
+    steps,
+    text,
+)
 from regrow.events.in_process import NEAR_S, end_of
 from regrow.explain import ladder, long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.peers import last_step_of
+from regrow.explain.replacements import WAITED, facts_of_end, how_replaced
 from regrow.explain.scene import Scene
-from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
+from regrow.explain.words import count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
 
 _SHOWN_S = 0.0005
@@ -207,10 +214,6 @@ def _process(
     return host, pid
 
 
-def _signal(ended: Record) -> str | None:
-    return signal_name({"exit_code": integer(ended, "exitcode")})
-
-
 def _evidence(
     scene: Scene, restart: InProcessRestart, recorded: _Recorded, ended: Record
 ) -> Iterator[Fact]:
@@ -218,10 +221,7 @@ def _evidence(
     if injected := text(event, "injected") or text(ended, "injected"):
         yield Fact("injected", f"by --chaos: {injected}")
     if ended:
-        name, code = _signal(ended), integer(ended, "exitcode")
-        yield Fact("exit", f"killed by {name}" if name else f"exit code {code}")
-        if name in FROM_OUTSIDE:
-            yield Fact("sent by", FROM_OUTSIDE[name])
+        yield from facts_of_end(ended)
     said = text(ended, "message") or ""
     if said and not said.startswith(("Signal ", "<N/A>", "exit")):
         yield Fact("message", said)
@@ -281,7 +281,7 @@ def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int
 
 def _action(scene: Scene, restart: InProcessRestart) -> Iterator[str]:
     for each in restart.replaced:
-        yield _replacement(each)
+        yield how_replaced(each)
     if restart.lost:
         yield f"went on without {many_ranks(restart.lost)}" + (
             f" and {restart.lost_count - len(restart.lost)} more"
@@ -308,21 +308,6 @@ def _restarts_left(restart: InProcessRestart) -> int | None:
     return min(left, default=None)
 
 
-_SOURCES = {
-    "exec": "a cold start",
-    "template": "a fork of the template (--preload)",
-    "standby": "a standby process (--standby)",
-}
-
-
-def _replacement(each: Replacement) -> str:
-    if each.pid is None:
-        return f"rank {each.rank} got a new process: {each.origin or 'on another host'}"
-    how = _SOURCES.get(each.source, each.source)
-    after = f", {relative(each.started_after_s, 0.0, 'the end')}" if each.started_after_s else ""
-    return f"rank {each.rank} got a new process, pid {each.pid}, by {how}{after}"
-
-
 def _silent_s(kind: str, message: str) -> float:
     """Return the seconds without progress before a time-out of the wrapper."""
     found = _NO_PROGRESS.search(message) if kind in _TIME_OUTS else None
@@ -340,7 +325,7 @@ def _timeline(restart: InProcessRestart, silent: float) -> Iterator[Phase]:
         if silent + after - now >= _SHOWN_S:
             label, meaning = _PHASES.get(name, (name, ""))
             if name == "met" and restart.replaced:
-                meaning = "the ranks waited for the new process"
+                meaning = WAITED
             yield Phase(label, now, silent + after, meaning)
             now = silent + after
 

@@ -13,6 +13,7 @@ from regrow.explain.explanation import Explanation
 from regrow.explain.failures import explain_change, explain_failure
 from regrow.explain.findings import ended_by_lease
 from regrow.explain.in_process import explain_in_process
+from regrow.explain.replacements import explain_cut_short
 from regrow.explain.scene import Scene, scenes_of
 from regrow.ledger import build_ledgers, find_logs, jobs_of, runs_of
 
@@ -68,6 +69,7 @@ def _explained(scene: Scene) -> list[Explanation]:
         *(explain_failure(scene, failure) for failure in failures),
         *(explain_change(scene, change) for change in story.moves),
         *explain_in_process(scene),
+        *explain_cut_short(scene),
         *(explain_server_end(scene, end) for end in story.server_ends),
         *explain_end(scene, lost),
     ]

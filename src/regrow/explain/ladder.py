@@ -100,8 +100,13 @@ OF_A_CHANGE = tuple(Refusal(rung, "it does not change the hosts of a job") for r
 def refusals_in_process(restart: InProcessRestart) -> tuple[Refusal, ...]:
     """Return why an in-process restart replaced a process."""
     if restart.replaced:
-        return (Refusal(1, f"the process of rank {restart.replaced[0].rank} had ended"),)
+        return (process_ended(restart.replaced[0].rank),)
     return ()
+
+
+def process_ended(rank: int) -> Refusal:
+    """Return why the process of a rank could not call its function again."""
+    return Refusal(1, f"the process of rank {rank} had ended")
 
 
 def why_not_replaced(scene: Scene, restart: InProcessRestart) -> str:
