@@ -457,3 +457,30 @@ def test_a_worker_whose_new_process_failed_too_is_a_failure_of_its_own() -> None
 @pytest.mark.parametrize("name", ["replaced", "standby"])
 def test_a_worker_whose_new_process_took_its_place_is_explained_once(name: str) -> None:
     assert len(list(explain(recorded(name)).values())[-1]) == 1
+
+
+def test_a_lost_rendezvous_names_its_host_and_the_ranks_that_the_guardian_killed() -> None:
+    (found,) = changed("rendezvous-lost", "")
+    assert found.title == "the rendezvous could not be reached any more: host node1 served it"
+    assert facts(found)["lease over"].endswith("its guardian killed rank 1")
+    assert re.match(r"rank 1: step 25, \S+ s before the lease was over", facts(found)["last step"])
+    assert "stopped the workers" not in page(found)
+    assert any(line.startswith("the guardian killed the workers") for line in found.action)
+    assert found.peers == ("rank 0 on host node1: unknown, the log of the host ends before",)
+
+
+def test_a_search_is_as_long_as_its_setting_or_is_not_explained_by_it() -> None:
+    def settings(found: Explanation) -> dict[str, str]:
+        return {held.setting: held.value for held in found.long}
+
+    (found,) = changed("rendezvous-lost", "")
+    assert settings(found)["--rdzv-conf reconnect_timeout"] == "2 s"
+    other = with_settings("rendezvous-lost", reconnect_timeout="0.5")
+    assert "--rdzv-conf reconnect_timeout" not in settings(other)
+
+
+def test_the_silence_of_a_killed_agent_is_its_time_to_connect_again() -> None:
+    (found,) = changed("agent-killed", "")
+    silent = found.timeline[0]
+    assert silent.meaning == "its agent had time to connect again"
+    assert 0.5 <= silent.length_s < 1.0

@@ -9,9 +9,9 @@ from regrow.events.evidence import Record, integer, real, text
 from regrow.explain import long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
 from regrow.explain.findings import begin_of, lease_over
-from regrow.explain.peers import last_steps, what_peers_did
+from regrow.explain.peers import last_step_of, last_steps, what_peers_did
 from regrow.explain.scene import Scene
-from regrow.explain.words import FROM_OUTSIDE, many_ranks, seconds
+from regrow.explain.words import FROM_OUTSIDE, many_ranks, relative, seconds
 
 _SHOWN_S = 0.0005
 _CAUSES = {"SIGNALED": "stop", "STOPPED": "stop", "ERROR": "node"}
@@ -121,8 +121,11 @@ def _title(scene: Scene, stopping: Record) -> str:
         return f"the agent on host {text(stopping, 'host') or '?'} got {story.signal or 'a signal'}"
     if story.state == "STOPPED":
         return story.reason or "all ranks stopped at the same step"
-    lost = scene.first("rendezvous.lost")
-    return f"{_LOST}: {text(lost, 'why')}" if lost else f"an error ended the job: {story.reason}"
+    if lost := scene.first("rendezvous.lost"):
+        address = scene.story.servers[-1] if scene.story.servers else None
+        why = text(lost, "why") if address is None else f"host {scene.host_at(address)} served it"
+        return f"{_LOST}: {why}"
+    return f"an error ended the job: {story.reason}"
 
 
 def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[Fact]:
@@ -131,6 +134,10 @@ def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[
         if lost.is_host_lost:
             yield Fact("first", lost.what)
         yield from lease_over(scene, lost.attempt)
+        step, at = last_step_of(scene, lost.attempt, lost.rank)
+        if step is not None:
+            when = relative(at, lost.at_s, "the lease was over")
+            yield Fact("last step", f"rank {lost.rank}: step {step}, {when}".rstrip(", "))
     if story.signal:
         yield Fact("signal", f"{story.signal} to the agent, for example by a scheduler or a person")
     if why := story.asked_by or text(stopping, "why"):
@@ -153,6 +160,8 @@ def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str
         yield f"all ranks stopped at call {integer(decided, 'call')} of regrow.should_stop()"
     elif scene.story.state == "SIGNALED":
         yield f"sent {scene.story.signal} to the workers, and waited for them to end"
+    elif scene.named("lease.over", attempt):
+        yield "the guardian killed the workers when the lease was over; the agent ended the job"
     else:
         yield "stopped the workers, and ended the job"
     whole, grace = real(scene.settings, "shutdown_timeout"), scene.final_grace

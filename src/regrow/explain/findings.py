@@ -190,9 +190,12 @@ def ended_by_lease(scene: Scene, failure: Failure) -> bool:
 def lease_over(scene: Scene, attempt: int) -> Iterator[Fact]:
     """Yield on which hosts the guardian killed the workers, because their lease had ended."""
     for event in scene.named("lease.over", attempt):
-        killed = count(integer(event, "workers"), "worker")
-        where = f"host {text(event, 'host')}"
-        yield Fact("lease over", f"{where} was cut off, and its guardian killed {killed}")
+        ranks, workers = (
+            scene.ranks_of(host := text(event, "host"), attempt),
+            integer(event, "workers"),
+        )
+        killed = many_ranks(ranks) if len(ranks) == workers else count(workers, "worker")
+        yield Fact("lease over", f"host {host} was cut off, and its guardian killed {killed}")
 
 
 def _same_before(scene: Scene, failure: Failure) -> str:

@@ -22,6 +22,10 @@ LEAST_SHARE = 0.15
 """Parts with a smaller share of the whole are not explained."""
 LAST_CALL_S = 30.0
 """Default of last_call_timeout of `--rdzv-conf`, in seconds."""
+RECONNECT_S = 10.0
+"""Default of reconnect_timeout of `--rdzv-conf`, in seconds."""
+TO_END_S = 1.0
+"""Longest time of an agent from that limit to its end, in seconds."""
 LEASE = "workers of a host that is cut off are killed"
 """Name of the bound of a lease, as the job records it."""
 _DEFAULT = "the default"
@@ -63,10 +67,11 @@ def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tup
             f"the workers of a cut-off host run until its lease ends, {lease} after the last answer"
         )
         found.append(Held(_KEEP_ALIVE, _keep_alive(scene.settings), silent, text))
-    if (searching := _length(timeline, "searching")) > 0:
+    searching = _length(timeline, "searching")
+    limit = _conf_s(scene.settings, "reconnect_timeout", RECONNECT_S)
+    if 0 < searching <= limit + TO_END_S:
         text = "an agent whose lease has ended searches for the other nodes for this long"
-        given = _given(scene.settings, "reconnect_timeout")
-        found.append(Held("--rdzv-conf reconnect_timeout", given, searching, text))
+        found.append(Held("--rdzv-conf reconnect_timeout", f"{limit:g} s", searching, text))
     return _biggest(found, timeline)
 
 
@@ -203,7 +208,8 @@ def _restart(
             " not spend all restarts at once"
         )
         yield Held("pause before a restart", "no setting", pause, text)
-    forming, last_call = _length(timeline, "rendezvous"), _last_call(scene.settings)
+    forming = _length(timeline, "rendezvous")
+    last_call = _conf_s(scene.settings, "last_call_timeout", LAST_CALL_S)
     nodes = str(scene.first("job.started").get("nnodes", ""))
     if ":" in nodes and 0.8 * last_call <= forming:
         text = (
@@ -228,10 +234,10 @@ def _restart(
     yield Held("checkpoints of the script", "by the script", redone, text)
 
 
-def _last_call(settings: Mapping[str, Any]) -> float:
+def _conf_s(settings: Mapping[str, Any], key: str, default: float) -> float:
     conf = settings.get("rdzv_conf")
-    given = conf.get("last_call_timeout") if isinstance(conf, Mapping) else None
+    given = conf.get(key) if isinstance(conf, Mapping) else None
     try:
-        return float(given) if given is not None else LAST_CALL_S
+        return float(given) if given is not None else default
     except (TypeError, ValueError):
-        return LAST_CALL_S
+        return default

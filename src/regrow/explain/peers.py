@@ -85,7 +85,10 @@ def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]
         yield f"{count(elsewhere, 'rank')} on other hosts: unknown, their logs were not given"
     unknown = [rank for rank, mark in marks.items() if not mark.is_known]
     if unknown:
-        yield f"{many_ranks(unknown)}: unknown, the log of the host ends before"
+        started = scene.named("attempt.started", failure.attempt)
+        hosts = [text(e, "host") for e in started if {*integers(e, "ranks")} & {*unknown}]
+        where = f" on host {hosts[0]}" if len(hosts) == 1 else ""
+        yield f"{many_ranks(unknown)}{where}: unknown, the log of the host ends before"
     groups: dict[tuple[int | None, str], list[int]] = {}
     for rank, mark in marks.items():
         if not mark.is_known:

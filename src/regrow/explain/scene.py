@@ -79,10 +79,10 @@ class Scene:
         for event in self.named("rendezvous.servers"):
             at, epoch = real(event, "monotonic"), integer(event, "epoch") or 0
             if epoch > 0 and at is not None and since <= at <= until:
-                return NewServer(self._host_at(text(event, "server") or "?"), at)
+                return NewServer(self.host_at(text(event, "server") or "?"), at)
         return None
 
-    def _host_at(self, address: str) -> str:
+    def host_at(self, address: str) -> str:
         """Return the name of the host with an address; the address if the name is not known."""
         for event in self.named("rendezvous.completed"):
             by_rank = [*enumerate([text(event, "leader") or "", *strings(event, "successors")])]
