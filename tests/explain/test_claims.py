@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from helpers.explained.record import STORIES
+from helpers.explained.record import STORIES, stories
 from regrow.agent.decisions.decide import QUICK_S, SHARED_BACKOFF_CAP_S, backoff
 from regrow.events import read_events
 from regrow.explain import Explanation, Phase, draw, explain, list_of, page
+from regrow.ledger import MEANINGS, title
 
 
 def recorded(name: str) -> dict[str, list[dict[str, Any]]]:
@@ -231,6 +232,55 @@ def test_a_worker_that_the_guardian_killed_at_the_end_of_the_lease_was_killed_by
     (again,) = changed("rendezvous-lost", "job.finished", state="FAILED")
     assert "lease over" in facts(again)
     assert "sent by" not in facts(again)
+
+
+@pytest.mark.parametrize("name", stories())
+def test_the_cost_shows_all_buckets_and_what_they_count(name: str) -> None:
+    for found in changed(name, ""):
+        assert sum(found.cost.buckets.values()) in (0, pytest.approx(found.cost.worker_seconds))
+        rows = [" ".join(line.split()) for line in page(found).splitlines()]
+        for bucket, spent in found.cost.buckets.items():
+            shown = [row for row in rows if row.startswith(f"{title(bucket)} ")]
+            assert spent < 0.0005 or any(row.endswith(MEANINGS[bucket]) for row in shown)
+        # Both have one name only if they are one thing.
+        both = {phase.name for phase in found.timeline} & set(map(title, found.cost.buckets))
+        assert both <= {"stopping", "rendezvous"}
+
+
+@pytest.mark.parametrize("name", ["preload", "out-of-memory", "during-a-checkpoint"])
+def test_the_cost_shows_what_of_it_was_before_the_failure(name: str) -> None:
+    (found,) = changed(name, "")
+    cost = found.cost
+    assert cost.seconds is not None
+    assert cost.worker_seconds is not None
+    assert cost.before_s == pytest.approx(cost.buckets["unfinished"], rel=0.01)
+    assert cost.worker_seconds - cost.before_s == pytest.approx(2 * cost.seconds, rel=0.15)
+
+
+def test_a_step_that_took_long_is_in_the_cost_but_not_in_the_time() -> None:
+    (found,) = changed("preload", "")
+    text = " ".join(page(found).split())
+    assert "time 194 ms, 130 ms of them to redo steps" in text
+    assert "8.8 s of all 2 workers together" in text
+    assert "8.4 s of it before the timeline, since their last steps" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("host-lost", "6.7 s of the 2 workers of 3 whose time is recorded"),
+        ("host-lost-in-place", "6.4 s of the 2 workers of 3 whose time is recorded"),
+        ("agent-killed", "1.5 s of the 2 workers of 3 whose time is recorded"),
+        ("server-host-lost", "9.9 s of the 2 workers of 3 whose time is recorded"),
+        ("rendezvous-lost", "4.3 s of the 1 worker of 2 whose time is recorded"),
+        ("exception-seen-elsewhere", "303 ms of the 1 worker of 2 whose time is recorded"),
+        ("host-preempted", "542 ms of all 3 workers together"),
+        ("host-joined", "625 ms of all 3 workers together"),
+    ],
+)
+def test_the_cost_names_the_workers_that_it_counts(name: str, whose: str) -> None:
+    (found,) = changed(name, "")
+    assert f"worker-time {whose}" in " ".join(page(found).split())
 
 
 def test_a_silence_longer_than_its_limit_is_explained_by_the_takeover() -> None:
@@ -482,5 +532,5 @@ def test_a_search_is_as_long_as_its_setting_or_is_not_explained_by_it() -> None:
 def test_the_silence_of_a_killed_agent_is_its_time_to_connect_again() -> None:
     (found,) = changed("agent-killed", "")
     silent = found.timeline[0]
-    assert silent.meaning == "its agent had time to connect again"
+    assert silent.meaning == "no new step; the agent may reconnect"
     assert 0.5 <= silent.length_s < 1.0

@@ -15,6 +15,7 @@ from regrow.explain.explanation import RUNG_NAMES as RUNG_NAMES
 from regrow.explain.explanation import Cost, Explanation, Fact, Held, Phase, Refusal
 from regrow.explain.job import explain, read_explanations
 from regrow.explain.page import list_of, page
+from regrow.explain.page import worker_time as worker_time
 from regrow.explain.svg import draw
 
 __all__ = [

@@ -43,10 +43,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         (integer(e, "attempt") or 0 for e in scene.named("attempt.started")), default=None
     )
     timeline = tuple(_timeline(scene, at, ended, None if lost is None else lost.at_s))
-    since = scene.wall(at) if lost is None else None
-    buckets = {} if attempt is None else scene.lost_seconds(attempt, None, since)
-    size = scene.world_size(attempt)
-    spent = sum(buckets.values()) if buckets else None if size is None else (ended - at) * size
+    spent = scene.lost_time(attempt or 0, None, at, unfinished=False)
     code = story.exit_code
     again = scene.requeued_after_s
     outcome = f"the job ended with exit code {code}" if code is not None else "the job ended"
@@ -75,8 +72,10 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
             seconds=timeline[-1].end_s if timeline else 0.0,
             steps=None,
             redone_s=None,
-            worker_seconds=spent,
-            buckets=buckets,
+            worker_seconds=spent.total,
+            workers=spent.workers,
+            all_workers=spent.all_workers,
+            buckets=spent.seconds,
             restarts=0,
             restarts_left=integer(finished, "restarts_left"),
         ),

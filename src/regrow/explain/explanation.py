@@ -41,7 +41,7 @@ class Phase:
     """A part of the time from the failure until training went on."""
 
     name: str
-    """silent, ending, detection, stopping, pause, rendezvous, processes, startup, redoing, ..."""
+    """silent, ending, reaction, stopping, pause, rendezvous, processes, startup, redoing, ..."""
     start_s: float
     """Seconds since the begin of the incident."""
     end_s: float
@@ -82,15 +82,17 @@ class Cost:
     """What a failure cost; None where it is unknown."""
 
     seconds: float | None
-    """Seconds in which the job made no new step."""
+    """Seconds from the failure until training went on and the lost steps were done again."""
     steps: int | None
     """Steps that were done again."""
     redone_s: float | None
     """Seconds of `seconds` in which these steps were done again."""
     worker_seconds: float | None
-    """Seconds of all workers together."""
+    """Seconds of the workers together: `before_s`, and those from the failure on."""
+    before_s: float = 0.0
+    """Seconds of `worker_seconds` before the failure: of the steps that it cut off."""
     workers: int | None = None
-    """Number of workers whose seconds these are: those whose logs were read."""
+    """Number of workers whose seconds these are: those whose time is recorded."""
     all_workers: int | None = None
     """Number of workers of the job then."""
     buckets: Mapping[str, float] = field(default_factory=dict)

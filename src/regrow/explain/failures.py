@@ -25,7 +25,7 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
     event = event_of(scene, failure)
     begin = begin_of(scene, failure)
     timeline = tuple(_timeline(scene, failure, begin, exited=real(event, "exited_monotonic")))
-    cost = _cost(scene, failure, timeline)
+    cost = _cost(scene, failure, timeline, begin)
     rung = _rung(scene, failure)
     is_silent = failure.is_host_lost and begin != failure.at_s and not scene.has_left(failure)
     return Explanation(
@@ -77,7 +77,7 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
         ),
         refusals=ladder.OF_A_CHANGE,
         timeline=timeline,
-        cost=_cost(scene, change, timeline),
+        cost=_cost(scene, change, timeline, change.at_s),
         long=long_settings.of_change(scene, change, timeline),
     )
 
@@ -186,7 +186,8 @@ def _timeline(
         marks += _until_known(scene, ended, at)
     if exited is not None and begin == at:
         marks.append(("ending", exited, "the failed process ended"))
-    marks.append(("detection", None if detected is None else at + detected, "until regrow knew"))
+    acted = None if detected is None else at + detected
+    marks.append(("reaction", acted, "until the agent acted on it"))
     kept = ended.kept_workers
     stopping = "the workers left their round" if kept else "workers were stopped"
     marks.append(("stopping", scene.last_time("attempt.ended", number), stopping))
@@ -227,29 +228,30 @@ def _until_known(
         if server is not None and server.at < at:
             yield "silent", server.at, "until another server took over"
         broke = ended.what.endswith("its connection broke")
-        waited = "its agent had time to connect again"
+        waited = "no new step; the agent may reconnect"
         yield "silent", at, waited if broke else "no new step; the loss was not known yet"
 
 
-def _cost(scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase]) -> Cost:
+def _cost(
+    scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase], begin: float | None
+) -> Cost:
     following = ended.restarted_attempt
     inside = any(scene.named(name, ended.attempt) for name in _EXPLAINED_ALONE)
-    buckets = scene.lost_seconds(
-        ended.attempt, following, scene.wall(ended.at_s) if inside else None
-    )
+    lost = scene.lost_time(ended.attempt, following, begin, unfinished=not inside)
     went_on = ended.first_step is not None or following is None
     spends = isinstance(ended, Failure) and not ended.is_host_lost and following is not None
     return Cost(
         seconds=timeline[-1].end_s if timeline else None,
         steps=ended.work_lost,
         redone_s=ended.work_lost_s,
-        worker_seconds=sum(buckets.values()) if buckets else None,
-        buckets=buckets,
+        worker_seconds=lost.total,
+        before_s=lost.before_s,
+        workers=lost.workers,
+        all_workers=lost.all_workers,
+        buckets=lost.seconds,
         restarts=1 if spends else 0,
         restarts_left=_restarts_left(scene, ended.attempt, charged=bool(spends)),
         why_unknown="" if went_on else _why_unknown(scene),
-        workers=scene.workers,
-        all_workers=scene.world_size(ended.attempt),
     )
 
 

@@ -14,15 +14,15 @@ from regrow.events import NO_ID, clean
 from regrow.explain.explanation import RUNG_NAMES, RUNGS, Cost, Explanation, Fact
 from regrow.explain.long_settings import LEAST_S, LEAST_SHARE
 from regrow.explain.words import count, seconds
-from regrow.ledger import title
+from regrow.ledger import MEANINGS, title
 from regrow.utils import time_stamp
 
 WIDTH = 100
 _LABEL = 14
+_BUCKET = 21
 _PLACE = 'File "'
 """What a line of a traceback has that is not wrapped: a path, to be copied."""
 _BAR = 30  # characters of the longest bar of a timeline
-_MOST_BUCKETS = 5
 _SHOWN_S = 0.0005
 
 
@@ -182,7 +182,11 @@ def _cost(each: Explanation) -> Iterator[str]:
     until = f" until the workers ran; then unknown: {cost.why_unknown}" if cost.why_unknown else ""
     yield from _row("time", f"{_known(cost.seconds)}{redone}{until}")
     yield from _row("steps", _steps(each))
-    yield from _row("worker-time", _worker_time(cost))
+    buckets = {bucket: s for bucket, s in cost.buckets.items() if s >= _SHOWN_S}
+    parts = "; by the buckets of `regrow goodput`:" if buckets else ""
+    yield from _row("worker-time", f"{worker_time(cost)}{parts}")
+    for bucket, s in buckets.items():
+        yield f"    {title(bucket):<{_BUCKET}} {seconds(s):>9}  {MEANINGS.get(bucket, '')}"
 
 
 def _steps(each: Explanation) -> str:
@@ -197,18 +201,20 @@ def _steps(each: Explanation) -> str:
     return "unknown"
 
 
-def _worker_time(cost: Cost) -> str:
+def worker_time(cost: Cost) -> str:
+    """Return the worker-seconds of a failure, of which workers they are, and since when."""
     if cost.worker_seconds is None or cost.worker_hours is None:
         return "unknown"
     hours = cost.worker_hours
     about = f"{hours:.1f}" if hours >= 1 else f"{hours:.2g}" if hours >= 0.001 else "below 0.001"
-    whose = "all workers together"
-    if cost.workers and cost.all_workers and cost.workers < cost.all_workers:
-        whose = f"{count(cost.workers, 'worker')} of {cost.all_workers}, whose logs were given"
-    spent = f"{seconds(cost.worker_seconds)} of {whose} ({about} worker-hours)"
-    shown = [(b, s) for b, s in cost.buckets.items() if s >= _SHOWN_S][:_MOST_BUCKETS]
-    parts = ", ".join(f"{title(bucket).replace(': ', ' ')} {seconds(s)}" for bucket, s in shown)
-    return f"{spent}: {parts}" if parts else spent
+    known, every = cost.workers, cost.all_workers
+    whose = f"all {known} workers together" if known and known > 1 else "all workers together"
+    if known is not None and every is not None and known < every:
+        whose = f"the {count(known, 'worker')} of {every} whose time is recorded"
+    before = ""
+    if cost.before_s >= _SHOWN_S:
+        before = f", {seconds(cost.before_s)} of it before the timeline, since their last steps"
+    return f"{seconds(cost.worker_seconds)} of {whose} ({about} worker-hours){before}"
 
 
 def _known(value: float | None) -> str:

@@ -19,7 +19,25 @@ from regrow.events.evidence import (
     strings,
     text,
 )
-from regrow.ledger import Session, Span, is_phase
+from regrow.ledger import Session, Span
+
+
+class LostTime(NamedTuple):
+    """What the end of an attempt cost."""
+
+    seconds: Mapping[str, float]
+    """Worker-seconds by bucket of the ledger, biggest first."""
+    before_s: float
+    """How many of them were before the failure."""
+    workers: int
+    """Number of workers whose time is recorded."""
+    all_workers: int
+    """Number of workers of the job then."""
+
+    @property
+    def total(self) -> float | None:
+        """All of these worker-seconds; None if none are recorded."""
+        return sum(self.seconds.values()) if self.seconds else None
 
 
 class NewServer(NamedTuple):
@@ -175,34 +193,51 @@ class Scene:
         """Return the number of workers in an attempt."""
         return integer(self.first("attempt.started", attempt), "world_size")
 
-    def lost_seconds(
-        self, attempt: int, following: int | None, since: float | None = None
-    ) -> dict[str, float]:
-        """Return the worker-seconds that the end of an attempt cost, by bucket.
+    def lost_time(
+        self, attempt: int, following: int | None, begin: float | None, *, unfinished: bool
+    ) -> LostTime:
+        """Return the worker-seconds that the end of an attempt cost.
 
         Args:
             attempt: the attempt that ended. The time between two attempts belongs to the first.
             following: the next attempt, whose startup and redone steps count; None if none began.
+            begin: when the failure began, in seconds of this run.
+            unfinished: whether the time before it counts too, since the last step of each worker.
         """
-        ended = self.spans.get(attempt, ())
-        if since is not None:
-            ended = [span for span in ended if span.start >= since - 0.01]
-        parts: list[tuple[Sequence[Span], set[str]]] = [(ended, _OF_AN_END)]
         if following is None:
-            parts.append((self.spans.get(-1, ()), _BETWEEN_RUNS))
+            parts = [(attempt, _OF_AN_END | _OF_A_JOB_END), (-1, _BETWEEN_RUNS)]
         else:
-            parts.append((self.spans.get(following, ()), _OF_A_START))
+            parts = [(attempt, _OF_AN_END), (following, _OF_A_START)]
+        since, before_s = self.wall(begin), 0.0
         found: dict[str, float] = {}
-        for spans, wanted in parts:
-            for span in spans:
-                for bucket, seconds in span.seconds.items():
-                    if bucket in wanted and not is_phase(bucket):
-                        found[bucket] = found.get(bucket, 0.0) + seconds
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+        workers: dict[int, set[tuple[str, int]]] = {number: set() for number, _ in parts}
+        for number, wanted in parts:
+            for span in self.spans.get(number, ()):
+                own = {
+                    bucket: s for bucket, s in span.seconds.items() if bucket in wanted and s > 0
+                }
+                if not own:
+                    continue
+                workers[number].add((span.log, span.local_rank))
+                lost = sum(own.values())  # the last part of the span
+                after = lost if since is None else min(max(span.end - since, 0.0), lost)
+                counted = lost if unfinished else after
+                before_s += counted - after
+                for bucket, s in own.items():
+                    found[bucket] = found.get(bucket, 0.0) + s * counted / lost
+        size, known = self.world_size(attempt) or 0, len(workers[attempt])
+        workers_known = known if 0 < known < size else len(set().union(*workers.values()))
+        return LostTime(
+            seconds=dict(sorted(found.items(), key=lambda each: -each[1])),
+            before_s=before_s,
+            workers=workers_known,
+            all_workers=max(workers_known, size),
+        )
 
 
 _MOST_BEFORE = 8
 _OF_AN_END = {"unfinished", "detection", "stopping", "meeting", "restart", "startup_processes"}
+_OF_A_JOB_END = {"finishing"}
 _OF_A_START = {"startup_script", "startup_first_step", "redone"}
 _BETWEEN_RUNS = {"waiting_for_scheduler"}
 

@@ -14,6 +14,7 @@ _WIDTH, _MARGIN, _ROW, _TOP, _LABELS = 960, 16, 26, 64, 190
 _LONGEST_TITLE = 120  # characters
 _COLOURS = {
     "silent": "#b07aa1",
+    "reaction": "#e15759",
     "detection": "#e15759",
     "notification": "#e15759",
     "notice": "#e15759",

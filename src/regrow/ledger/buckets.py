@@ -29,7 +29,7 @@ MEANINGS: Final = {
     STARTUP_PROCESSES: "start of the workers' processes",
     STARTUP_SCRIPT: "imports, up to the first step or phase of the script",
     STARTUP_FIRST_STEP: "up to the first step, less the time of one step",
-    DETECTION: "from a failure or a hang to its detection",
+    DETECTION: "from a failure or a hang until the agent acted on it",
     STOPPING: "workers are stopped",
     MEETING: "the nodes form the next round; ranks wait for each other",
     RESTART: "pauses, new processes for lost ones",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from regrow.events import read_events
 from regrow.events.evidence import Record
-from regrow.explain import RUNG_NAMES, Explanation, draw, explain
+from regrow.explain import RUNG_NAMES, Explanation, draw, explain, worker_time
 from regrow.ledger import MEANINGS, PRODUCTIVE, UNKNOWN, Ledger, build_ledgers, title
 from regrow.views.runs import Job
 
@@ -103,5 +103,8 @@ def _shown(each: Explanation) -> dict[str, Any]:
     """Return an explanation as the page gets it, with its timeline as a drawing."""
     found = each.to_json() | {"svg": draw(each) if each.timeline else ""}
     found["timeline"] = [[phase.name, phase.length_s, phase.meaning] for phase in each.timeline]
-    found["cost"]["buckets"] = [[title(name), s] for name, s in each.cost.buckets.items()]
+    found["cost"]["worker_time"] = worker_time(each.cost)
+    found["cost"]["buckets"] = [
+        [title(name), s, MEANINGS.get(name, "")] for name, s in each.cost.buckets.items()
+    ]
     return found

@@ -103,6 +103,7 @@ function explanation(each, rungs, isOpen) {
     each.svg ? [h("h3", {}, "Timeline"), drawing(each)] : null,
     h("h3", {}, "Cost"),
     h("p", {}, costOf(each.cost)),
+    each.cost.buckets.length ? bucketTable(each.cost.buckets) : null,
     each.long.length ? h("h3", {}, "What made it long") : null,
     each.long.map((held) => h("p", {}, h("strong", {}, `${duration(held.seconds)} ${held.setting}`), ` (${held.value}): ${held.text}`)));
 }
@@ -113,13 +114,15 @@ function drawing(each) {
   return h("img", { class: "timeline", src: url, alt: `Timeline: ${text}`, onload: () => URL.revokeObjectURL(url) });
 }
 
+function bucketTable(buckets) {
+  const row = ([name, seconds, meaning]) => h("tr", {}, h("td", {}, name), h("td", { class: "num" }, duration(seconds)), h("td", { class: "long dim" }, meaning));
+  return h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, buckets.map(row))));
+}
+
 function costOf(cost) {
-  const parts = [`without a new step: ${cost.seconds === null ? "unknown" : duration(cost.seconds)}`];
+  const parts = [`time: ${cost.seconds === null ? "unknown" : duration(cost.seconds)}`];
   if (cost.steps !== null) parts.push(`${number(cost.steps)} steps done again${cost.redone_s ? ` (${duration(cost.redone_s)})` : ""}`);
-  if (cost.worker_seconds !== null) {
-    const spent = cost.buckets.slice(0, 5).map(([name, seconds]) => `${name} ${duration(seconds)}`).join(", ");
-    parts.push(`${duration(cost.worker_seconds)} of all workers together${spent ? `: ${spent}` : ""}`);
-  }
+  if (cost.worker_seconds !== null) parts.push(`worker-time: ${cost.worker_time}`);
   if (cost.restarts !== null) parts.push(`restarts spent: ${cost.restarts}${cost.restarts_left === null ? "" : `, left: ${cost.restarts_left}`}`);
   return parts.join("; ");
 }
