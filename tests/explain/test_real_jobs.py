@@ -84,11 +84,11 @@ HOSTS: Mapping[str, Expected] = {
     "server-host-lost": Expected(
         "node", 4, "took over the server", (1, 2, 3), "silent", "--rdzv-conf keep_alive_interval"
     ),
-    "server-killed": Expected("server", None, "another server took over", (), "server"),
+    "server-killed": Expected("server", None, "its agent started another server", (), "server"),
     "rendezvous-lost": Expected(
         "node", None, "witness", (3, 4), "searching", "--rdzv-conf reconnect_timeout"
     ),
-    "host-joined": Expected("membership", 4, "joined: host node3", (1, 2, 3), "startup"),
+    "host-joined": Expected("membership", 4, "host node3 asked to join", (1, 2, 3), "startup"),
     "host-lost-in-place": Expected(
         "node", 4, "in the same processes", (1, 2, 3), "silent", "--rdzv-conf keep_alive_interval"
     ),
