@@ -163,7 +163,7 @@ def test_a_failure_is_explained_with_its_timeline_and_cost(
         assert part in shown.inner_text()
     picture = shown.locator("img.timeline")
     assert "reaction" in picture.get_attribute("alt")
-    assert "of all 2 workers together" in shown.inner_text()
+    assert "of all 4 workers together" in shown.inner_text()
     assert "from a failure or a hang until the agent acted on it" in shown.inner_text()
     page.wait_for_function("document.querySelector('#failures img').naturalWidth > 0")
     # What the reader closes stays closed when further events arrive, and a new failure is open.
