@@ -166,10 +166,10 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
         yield Fact("last event", f"in the log of host {host}: {when}")
     if ranks := scene.ranks_of(host, failure.attempt):
         yield Fact("left with it" if has_left else "lost with it", many_ranks(ranks))
-    steps = [last_step_of(scene, failure.attempt, rank) for rank in ranks]
-    for step, at in sorted((step, at) for step, at in steps if step is not None and at is not None)[
-        -1:
-    ]:
+    found = (last_step_of(scene, failure.attempt, rank) for rank in ranks)
+    steps = [(step, at) for step, at in found if step is not None and at is not None]
+    if steps:
+        step, at = max(steps)
         yield Fact("last step", f"step {step}, {relative(at, failure.at_s, what)}")
     for event in scene.named("attempt.ended", failure.attempt):
         if text(event, "host") == host:
@@ -190,10 +190,8 @@ def ended_by_lease(scene: Scene, failure: Failure) -> bool:
 def lease_over(scene: Scene, attempt: int) -> Iterator[Fact]:
     """Yield on which hosts the guardian killed the workers, because their lease had ended."""
     for event in scene.named("lease.over", attempt):
-        ranks, workers = (
-            scene.ranks_of(host := text(event, "host"), attempt),
-            integer(event, "workers"),
-        )
+        host, workers = text(event, "host"), integer(event, "workers")
+        ranks = scene.ranks_of(host, attempt)
         killed = many_ranks(ranks) if len(ranks) == workers else count(workers, "worker")
         yield Fact("lease over", f"host {host} was cut off, and its guardian killed {killed}")
 

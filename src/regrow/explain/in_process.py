@@ -168,6 +168,8 @@ def _explained(
             steps=redone,
             redone_s=redone_s,
             worker_seconds=None if whole is None or size is None else whole * size,
+            workers=size,
+            all_workers=size,
             restarts=len(restart.replaced),
             restarts_left=_restarts_left(restart),
         ),

@@ -85,6 +85,8 @@ def _cut_short(
             steps=0,
             redone_s=0.0,
             worker_seconds=None if size is None else (over - begin) * size,
+            workers=size,
+            all_workers=size,
             restarts=1,
             restarts_left=left,
         ),
