@@ -33,9 +33,12 @@ class Scene:
     Args:
         lose: called with the scene and the time-out of each question after the copy.
         me: the agent.
+        start_s: how long its server takes to start, in seconds.
     """
 
-    def __init__(self, lose: Callable[[Scene, float], None], me: Voter = B) -> None:
+    def __init__(
+        self, lose: Callable[[Scene, float], None], me: Voter = B, start_s: float = 0.0
+    ) -> None:
         self.now = 100.0
         self.grants = queue.Queue[messages.GrantRequest]()
         self.served_at = queue.Queue[float]()
@@ -44,7 +47,7 @@ class Scene:
         """The servers to which it connects, and the time-outs."""
         self.unreachable: tuple[str, ...] = ()
         """Hosts that do not answer at all."""
-        self._lose, self._copied = lose, False
+        self._lose, self._copied, self._start_s = lose, False, start_s
         self.agent = Successor(
             "job",
             me,
@@ -52,12 +55,16 @@ class Scene:
             ["a.host:1000"],
             hosts=False,
             open=self._open,
-            serve=lambda: self.served_at.put(self.now),
+            serve=self._serve,
             elected=lambda endpoint, epoch: None,
             new_client=lambda open: cast("Any", _Client(self, open)),
             clock=lambda: self.now,
             threads=threading,
         )
+
+    def _serve(self) -> None:
+        self.served_at.put(self.now)
+        self.now += self._start_s
 
     def _open(self, endpoint: str, timeout: float, stop: int) -> Any:
         self.connecting.put((endpoint, timeout))
@@ -125,6 +132,21 @@ def test_the_next_candidate_starts_its_server_before_the_end_of_the_promise() ->
     scene.grants.get(timeout=30.0)
     scene.agent.stop()
     assert scene.now == 100.0 + PROMISE_S
+
+
+def test_a_coordinator_that_answers_after_the_start_of_a_server_keeps_its_place() -> None:
+    answered = threading.Event()
+
+    def pause(scene: Scene, timeout: float) -> None:
+        if scene.served_at.empty():
+            be_silent(scene, timeout)
+        answered.set()
+
+    scene = Scene(pause, start_s=2 * PROMISE_S)
+    scene.agent.start("a.host:1000", 0)
+    assert answered.wait(30.0)
+    scene.agent.stop()
+    assert scene.grants.empty()
 
 
 def test_a_voter_waits_longer_for_each_next_candidate_that_does_not_answer() -> None:

@@ -154,7 +154,7 @@ class Successor:
         self._asks = ""  # the endpoint of the client
         self._coordinator = listed[0]
         self._known = 0, listed[0]  # epoch and endpoint of the coordinator that the node knows
-        self._started = hosts  # whether this agent's server has been started
+        self._prepared = hosts  # whether this agent has tried to start its server
         self._thread: threading.Thread | None = None
         self._reporter: threading.Thread | None = None
         self._renewed = False  # whether the thread has to forget what the voter has granted
@@ -266,8 +266,8 @@ class Successor:
         """Ask the coordinator for changes; return False if no copy is wanted any more."""
         silent_at = self._heard_at + self._promise
         left = silent_at - self._clock()
-        starts_at = silent_at - self._promise / 2
-        if early := self._is_next and not self._started:
+        prepares_at = silent_at - self._promise / 2
+        if prepares := self._is_next and not self._prepared:
             left -= self._promise / 2
         try:
             reply = self._ask(self._coordinator, self._copy_request(), max(left, self._promise / 6))
@@ -275,9 +275,10 @@ class Successor:
             raise
         except StoreError as error:
             refused = _is_refused(error) and self._coordinator == self._copied_from
-            if early and self._clock() >= starts_at:
-                self._start_server()
-            if self._may_vote and (refused or self._clock() >= silent_at):
+            silent = self._clock() >= silent_at
+            if prepares and self._clock() >= prepares_at:
+                self._start_server()  # takes a while: the coordinator may answer again by then
+            if self._may_vote and (refused or silent):
                 logger.warning("the host that serves the rendezvous is lost: %s", error)
                 self._grant(self._promised + 1, ended=refused)
             else:
@@ -421,12 +422,12 @@ class Successor:
 
     def _start_server(self) -> bool:
         """Start this agent's server, unless it runs; return whether it runs."""
+        self._prepared = True
         try:
             self._serve()
         except Exception as error:  # noqa: BLE001 - after any error the next candidate serves
             logger.warning("this agent cannot take over the rendezvous: %s", error)
             return False
-        self._started = True
         return True
 
     def _most_answer(self) -> bool:
