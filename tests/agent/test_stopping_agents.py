@@ -17,12 +17,12 @@ from typing import Any, cast
 import pytest
 
 from helpers.processes import PATIENCE, wait_until
-from regrow._stopping import END, RUN
+from regrow._stopping import END, RUN, STOP_COMMAND
 from regrow.agent import WorkerState
 from regrow.agent.decisions import events
 from regrow.agent.decisions.decide import AgentPhase, AgentState, decide
 from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
-from regrow.agent.features import StartedWorkers
+from regrow.agent.features import StartedWorkers, early_stop
 from regrow.agent.features.early_stop import EarlyStop
 from regrow.agent.features.stop_agreement import (
     agree,
@@ -436,3 +436,14 @@ def test_a_job_whose_stop_was_dropped_restarts_as_before() -> None:
     state, _ = decide(stopping(), events.StopDropped())
     _, actions = decide(state, events.RoundOver(4, "a host left", 1.0, full_grace=True, lost=True))
     assert isinstance(actions[0], events.Restart)
+
+
+def test_a_sigterm_long_after_an_announcement_is_not_that_of_regrow_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, terminated = Node(), events.Signaled(signal.SIGTERM)
+    node.stop.open()
+    with node.stop.notices([]):
+        os.kill(os.getpid(), STOP_COMMAND)
+        monkeypatch.setattr(early_stop, "monotonic", lambda: monotonic() + 3600.0)
+        assert node.stop.on_signal(terminated) is terminated

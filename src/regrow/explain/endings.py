@@ -137,7 +137,7 @@ def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[
         if step is not None:
             when = relative(at, lost.at_s, "the lease was over")
             yield Fact("last step", f"rank {lost.rank}: step {step}, {when}".rstrip(", "))
-    if story.signal:
+    if story.signal and not story.asked_by:
         yield Fact("signal", f"{story.signal} to the agent, for example by a scheduler or a person")
     if why := story.asked_by or text(stopping, "why"):
         yield Fact("asked by", why)

@@ -10,8 +10,8 @@ limit. They get no signal until the last part of it (`last_s`). If a worker of t
 stopped by then, they get SIGTERM, and SIGKILL at the end of the grace. A worker that has got True
 and still saves may ignore the SIGTERM.
 
-`regrow stop` with a log directory sends SIGTERM after `STOP_COMMAND`. It concerns the whole job. If
-no worker calls `should_stop`, the agents end the job as by SIGTERM.
+`regrow stop` with a log directory sends SIGTERM after `STOP_COMMAND`. While the workers run, it
+concerns the whole job. If no worker calls `should_stop`, the agents end the job as by SIGTERM.
 
 If the agents do not agree in time, because a host is lost for example, the job ends as by the
 signal. So it does if a worker fails meanwhile: new workers could only save what they had loaded.
@@ -19,6 +19,7 @@ signal. So it does if a worker fails meanwhile: new workers could only save what
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -101,7 +102,7 @@ class EarlyStop(Feature):
         self._limit: float | None = None  # monotonic seconds: end of the time limit
         self._request: Request | None = None
         self._changed = threading.Condition()  # notified when a worker may use the page
-        self._is_command = False  # `regrow stop` has announced that it sends SIGTERM
+        self._announced = -math.inf  # monotonic seconds: `regrow stop` announced its SIGTERM
         self._number = 0  # of the next request in this round
         self._watched: object = None  # identifies the request that this node waits for
         self._timers: list[threading.Timer] = []
@@ -111,7 +112,7 @@ class EarlyStop(Feature):
     def open(self) -> None:
         """See base class: the time limit begins."""
         self._request = self._limit = self._job.kill_at = None
-        self._job.stopping = self._is_command = False
+        self._job.stopping, self._announced = False, -math.inf
         self._page = StopPage(self._job.group.spec.local_world_size)
         if self._time_limit is not None:
             self._limit = monotonic() + self._time_limit
@@ -215,7 +216,7 @@ class EarlyStop(Feature):
 
         def handler(signum: int, frame: FrameType | None) -> None:
             if signum == STOP_COMMAND:
-                self._is_command = True
+                self._announced = monotonic()
             else:
                 self._job.post(partial(self.on_signal, Signaled(signum), ignored=True))
             if callable(then := before[signal.Signals(signum)]):
@@ -239,16 +240,17 @@ class EarlyStop(Feature):
             ignored: whether the signal has no effect if no worker calls `should_stop`.
         """
         signum, now, request = event.signum, monotonic(), self._request
+        is_command = signum == signal.SIGTERM and now - self._announced < _SAME_S
         if request is not None and signum in (signal.SIGTERM, signal.SIGUSR1):
             first = request.signaled is None
             request.leaves |= signum == signal.SIGTERM
-            request.whole |= signum == signal.SIGUSR1 or self._is_command
+            request.whole |= signum == signal.SIGUSR1 or is_command
             if first:
                 request.signaled = now
                 self._limit_grace(request, now + self._job.shutdown_timeout)
             within = request.signaled is not None and now - request.signaled < _SAME_S
             return None if first or within or ignored else event
-        if signum == signal.SIGTERM and self._is_command and self._workers_run():
+        if is_command and self._workers_run():
             return self._begin("regrow stop", signaled=now)
         if signum in (signal.SIGTERM, signal.SIGUSR1) and self._workers_take_part():
             # SIGTERM concerns this host. SIGUSR1 is the notice of the end of an allocation.
