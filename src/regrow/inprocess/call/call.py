@@ -399,6 +399,7 @@ class CallWrapper:
                     if not self._is_cut_off(failed):
                         raise
             elif was_overdue(ending.timeline, state.initial_rank):
+                self._watch.recover()
                 self._send_exception(error)  # its traceback shows where the function hung
             release(error)
         # Free all objects that the function left. A user that keeps its exception also keeps this

@@ -46,7 +46,8 @@ report is not logged: when a whole job ends, its store is gone before its last r
 
 People read the notes in a rank's log file or on stderr. Neither may delay the end of a rank, so
 one thread opens and writes all files, in order. The connection of a rank that names files is
-closed there as well: its end shows the rank that the files are written.
+closed there as well: its end shows the rank that the files are written. Another thread opens the
+stderr of a rank, because a file that cannot be written must not keep that of a rank that has ended.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ class Monitor:
 
     Args:
         listener: the socket to which they connect.
-        left: called in the thread of the files, with the process ids of the other ranks, when a
-            rank has left or ended. It may block.
+        left: called in a thread, with the process ids of the other ranks, when a rank has left or
+            ended. It may block.
     """
 
     def __init__(
@@ -222,6 +223,7 @@ class Monitor:
         self._threads: list[threading.Thread] = []
         self._ends = BackgroundWriter(_report_ends, "regrow-reports")
         self._files = BackgroundWriter(_run_writes, "regrow-notes")
+        self._streams = BackgroundWriter(_run_writes, "regrow-stderr")
 
     def run(self) -> None:
         """Watch until the last rank has ended."""
@@ -377,7 +379,7 @@ class Monitor:
             return
         self._poll.unregister(watched.pidfd)
         os.close(watched.pidfd)
-        self._files.add(partial(self._left, {other.pid for other in self._watched.values()}))
+        self._streams.add(partial(self._left, {other.pid for other in self._watched.values()}))
 
     def _ended(self, watched: Watched) -> None:
         """Handle the end of a process; report it if there was no goodbye."""
