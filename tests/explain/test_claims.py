@@ -534,3 +534,32 @@ def test_the_silence_of_a_killed_agent_is_its_time_to_connect_again() -> None:
     silent = found.timeline[0]
     assert silent.meaning == "no new step; the agent may reconnect"
     assert 0.5 <= silent.length_s < 1.0
+
+
+def test_a_wrapper_that_gives_up_long_after_a_restart_did_not_give_up_because_of_it() -> None:
+    logs = recorded("wrapper-gives-up")
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.worker.failed":
+                event["failed_monotonic"] += 7000.0
+    assert len(list(explain(logs).values())[-1]) == 3
+
+
+def test_a_replacement_that_worked_was_not_too_late_for_a_failure_long_after_it() -> None:
+    logs = recorded("replaced-and-fails-again")
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.worker.failed":
+                event["failed_monotonic"] += 7000.0
+    assert len(list(explain(logs).values())[-1]) == 1
+
+
+def test_a_stop_that_was_asked_for_names_no_signal_from_elsewhere() -> None:
+    logs = recorded("preempted")
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.job.finished":
+                event["asked_by"] = "regrow stop"
+    found = facts(list(explain(logs).values())[-1][-1])
+    assert found["asked by"] == "regrow stop"
+    assert "signal" not in found

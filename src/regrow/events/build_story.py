@@ -25,7 +25,7 @@ from regrow.events.evidence import (
     strings,
     text,
 )
-from regrow.events.in_process import in_process_restarts
+from regrow.events.in_process import NEAR_S, in_process_restarts
 from regrow.events.losses import losses
 from regrow.events.story_types import (
     Failure,
@@ -96,8 +96,9 @@ class _StoryBuilder:
         in_place = in_process_restarts(self._sorted)
         last = {restart.attempt: restart for restart in in_place}
         self.given_up = {n: r for n, r in last.items() if self._gave_up(r)}
-        in_place = tuple(r for r in in_place if self.given_up.get(r.attempt) is not r)
         failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
+        told = [self.given_up[f.attempt] for f in failures if f.gave_up is not None]
+        in_place = tuple(restart for restart in in_place if restart not in told)
         failed = {failure.attempt for failure in failures}
         moves = tuple(
             self._planned_restart(n)
@@ -240,14 +241,18 @@ class _StoryBuilder:
         root = evidence.root_cause(attempt.named[_FAILED])
         over = last.at_s + max((after for _, after in last.phases), default=0.0)
         steps = [s.last_monotonic for s in attempt.steps if s.last_monotonic is not None]
-        gave_up = root is not None and evidence.gave_up(root) is not None
-        return gave_up and max(steps, default=0.0) <= over
+        if root is None or evidence.gave_up(root) is None:
+            return False
+        is_soon = 0.0 <= evidence.failed_at(root) - over < NEAR_S
+        return is_soon and max(steps, default=0.0) <= over
 
     @staticmethod
     def _first_fault(failures: list[Record], root: Record, restart: InProcessRestart) -> Record:
         """Return the failure of the rank after whose fault a wrapper gave up."""
         alive = (e for e in failures if restart.pid is None and integer(e, "rank") == restart.rank)
-        ended = {key: getattr(restart, key) for key in ("rank", "host", "pid", "exit_code")}
+        ended = {
+            key: getattr(restart, key) for key in ("attempt", "rank", "host", "pid", "exit_code")
+        }
         ended["detected_monotonic"] = root.get("detected_monotonic")
         return {**next(alive, ended), "failed_monotonic": restart.at_s}
 

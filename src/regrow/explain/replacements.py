@@ -14,7 +14,7 @@ from regrow.events.evidence import (
     signal_name,
     text,
 )
-from regrow.events.in_process import replacement
+from regrow.events.in_process import NEAR_S, replacement
 from regrow.explain import ladder
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.scene import Scene
@@ -45,7 +45,8 @@ def explain_cut_short(scene: Scene) -> Iterator[Explanation]:
         (ended,) = vacated[attempt, rank, before]
         begin, over = real(ended, "ended_monotonic"), failed.get(attempt)
         waits = (real(event, "monotonic") or 0.0) > taken.get((attempt, rank), -1.0)
-        if waits and begin is not None and over is not None and begin <= over:
+        # Not all restarts are in the logs of each host, but this one ended after the restart began.
+        if waits and begin is not None and over is not None and begin <= over < begin + NEAR_S:
             yield _cut_short(scene, attempt, replacement(event, vacated), ended, begin, over)
 
 
