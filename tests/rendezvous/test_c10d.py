@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -32,18 +33,26 @@ from regrow.rendezvous.server.hosting import find_own, settle, settle_one_of
 from regrow.rendezvous.server.server_driver import ServerDriver, Where
 from regrow.rendezvous.settings import read_settings
 from regrow.store import connect, make_token
-from regrow.utils import PortReservation
 
 TOKEN = make_token()
 ELSEWHERE = "192.0.2.1"
 """An address that no host has."""
 
 
+_PORTS = count(20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
 @pytest.fixture
-def port() -> Iterator[int]:
-    """A port that is reserved for the test."""
-    with PortReservation("127.0.0.1") as reservation:
-        yield reservation.port
+def port() -> int:
+    """A free port, on each address, that the kernel gives to no socket of another test process.
+
+    The kernel chooses ports from 32,768 on.
+    """
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 @pytest.fixture(autouse=True)

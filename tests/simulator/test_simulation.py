@@ -15,6 +15,7 @@ from simulator.bugs import BUGS, planted
 from simulator.run import simulate, simulate_many
 
 SIMULATE = "simulator"
+pytestmark = pytest.mark.timeout(240)  # a slow machine needs a minute for the longest ones
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
