@@ -119,7 +119,7 @@ def _explained(
         scene: the run.
         restart: the restart.
         recorded: the events of all restarts.
-        end: the next restart of its attempt, or the end of it.
+        end: the event of the next restart in this attempt, or else of the end of the attempt.
         lost: the ranks that were lost up to this restart.
     """
     event = recorded.event_of(restart)

@@ -1,4 +1,4 @@
-"""The line that says which hosts may be lost without the end of the rendezvous.
+"""The line that says how many hosts may be lost while the rendezvous continues, and which.
 
 The number of these hosts falls to 0 for a moment when another host takes over, and when the hosts
 leave at the end of a job. So a line about 0 hosts is printed only if it stays true for a while.

@@ -199,7 +199,7 @@ class ServerDriver:
         Raises:
             RendezvousConnectionError: the server was not reached within `timeout` seconds.
             RendezvousGracefulExitError: `interrupt` was called.
-            RendezvousError: the server refused this node; if there are several, each of them did.
+            RendezvousError: the server refused this node; of several servers, all refused it.
         """
         deadline, left = self._clock() + timeout, timeout
         refusals: dict[str, StoreError] = {}

@@ -202,7 +202,10 @@ class Relay:
 
 
 def _end_with_agent(wire: int, relay: Relay) -> None:
-    """End the process if the agent is gone and no output moves: stderr may block for ever."""
+    """End this process when the agent has ended and no more output is copied.
+
+    A write to stderr may block for ever.
+    """
     poll = select.poll()
     poll.register(wire, select.POLLRDHUP)
     poll.poll()
