@@ -116,7 +116,7 @@ def test_the_story_of_a_killed_worker_gives_the_cause_and_the_four_figures() -> 
         "    first step after 2.3 s      (rank 0, step 121)\n"
         "    work lost        17 steps   (step 137 reached, resumed from step 120; "
         "about 1.2 s of training)\n"
-        "  3.5 s of 31 s lost: detecting 0.4 ms, starting 2.3 s, redoing steps 1.2 s"
+        "  3.5 s of 31 s lost: detecting 0.4 ms, starting 2.2 s, redoing steps 1.2 s"
     )
 
 
@@ -352,7 +352,7 @@ def test_a_pause_before_a_restart_is_not_mistaken_for_slowness() -> None:
     lines[7] = attempt(1, 112.02)
     assert story(lines).failures[0].backoff_s == 2.0
     assert "2.0 s      (all 2 workers started again; including a pause of 2.0 s)" in rendered(lines)
-    assert "lost: detecting 0.4 ms, pausing before restarts 2.0 s, starting 310 ms" in rendered(
+    assert "lost: detecting 0.4 ms, pausing before restarts 2.0 s, starting 237 ms" in rendered(
         lines
     )
 
@@ -446,7 +446,7 @@ def test_the_cost_of_a_planned_restart_is_shown_as_for_a_failure() -> None:
         "    first step after 2.9 s      (rank 0, step 31)",
         "    work lost        10 steps   (step 40 reached, resumed from step 30; "
         "about 2.5 s of training)",
-        "  5.4 s of 10 s lost: starting 2.9 s, redoing steps 2.5 s",
+        "  5.2 s of 10 s lost: starting 2.6 s, redoing steps 2.5 s",
     ]
 
 

@@ -250,6 +250,21 @@ def test_a_lost_rank_has_no_process_until_the_attempt_ends() -> None:
     assert found == {"startup_script": 2, "productive": 10, "lost_ranks": 8}
 
 
+def test_a_lost_rank_that_failed_itself_has_the_time_from_its_failure_to_its_end() -> None:
+    log = Log().start(0).add(16, "inprocess.lost", local_rank=0, lost_monotonic=65.0)
+    log.add(16, "worker.failed", failed_monotonic=63.5, detected_monotonic=66.0, rank=0)
+    log.end(16, "FAILED").finish(16, "FAILED")
+    parts = {"startup_script": 2, "productive": 10, "unfinished": 1.5}
+    assert seconds(only(log)) == parts | {"detection": 1.5, "lost_ranks": 1}
+
+
+def test_the_search_for_a_lost_rendezvous_is_no_part_of_the_training() -> None:
+    log = Log().start(0).add(14, "lease.over", lapsed_monotonic=63.5).end(14, "FAILED")
+    log.add(20, "rendezvous.lost").finish(20, "ERROR")
+    parts = {"startup_script": 2, "productive": 10, "unfinished": 1.5}
+    assert seconds(only(log)) == parts | {"stopping": 0.5, "meeting": 6}
+
+
 def test_a_process_that_was_kept_does_not_start_its_script_again() -> None:
     log = Log().start(0, kept=[0]).end(12, "SUCCEEDED").finish(12, "SUCCEEDED")
     assert seconds(only(log)) == {"restart": 2, "productive": 10}

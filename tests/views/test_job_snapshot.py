@@ -270,7 +270,7 @@ def test_fields_of_any_type_never_raise(
 
 
 NO_RESTARTS = ("server", "stop")
-NO_RESTART_IN_TIME = "the attempt failed before the new process took the place"
+NO_RESTART_IN_TIME = "rung 2 (one new process) was tried"
 # explain has one page about the lost rendezvous, not one about a worker that its guardian killed.
 WITHOUT_A_RENDEZVOUS = "rendezvous-lost"
 

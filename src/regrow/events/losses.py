@@ -1,7 +1,8 @@
 """Seconds that a job lost by its restarts.
 
-A restart loses the time from the failure to the first new step. If the next failure comes earlier,
-the loss ends there, so no second counts twice. Steps that were made again are lost in addition.
+A restart loses the time from the failure to the begin of the next step. If the next failure comes
+earlier, the loss ends there, so no second counts twice. Steps that were made again are lost in
+addition.
 """
 
 from __future__ import annotations
@@ -49,6 +50,4 @@ def losses(
 
 def _length(restart: Restart) -> float | None:
     """Return the seconds until training continued, or until the workers ran; None if unknown."""
-    if restart.first_step_after_s is not None:
-        return restart.first_step_after_s
-    return restart.restarted_after_s
+    return restart.restarted_after_s if restart.startup_s is None else restart.startup_s

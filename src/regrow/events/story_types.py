@@ -97,6 +97,14 @@ class RestartCost:
     joined: tuple[str, ...] = ()
     """Hosts that were not in the attempt before, and take part in the next one."""
 
+    @property
+    def startup_s(self) -> float | None:
+        """Seconds until the first step began: `work_lost_s` counts it, if it was a repeated one."""
+        if self.first_step_after_s is None or not self.work_lost:
+            return self.first_step_after_s
+        step = (self.work_lost_s or 0.0) / self.work_lost
+        return max(self.first_step_after_s - step, self.restarted_after_s or 0.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class OtherFailure:

@@ -46,7 +46,8 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
     spent = scene.lost_time(attempt or 0, None, at, unfinished=False)
     code = story.exit_code
     again = scene.requeued_after_s
-    outcome = f"the job ended with exit code {code}" if code is not None else "the job ended"
+    who = "the job" if lost is None else "its agent"
+    outcome = f"{who} ended with exit code {code}" if code is not None else f"{who} ended"
     if again is not None:
         outcome += f"; it was started again {seconds(again)} later"
     yield Explanation(
@@ -86,7 +87,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
 def _timeline(scene: Scene, at: float, ended: float, lost_at: float | None) -> Iterator[Phase]:
     now = at
     if lost_at is not None and lost_at - now >= _SHOWN_S:
-        yield Phase("silent", 0.0, lost_at - at, "no answer came; the lease ran out")
+        yield Phase("silent", 0.0, lost_at - at, "no new step; until the lease ended")
         now = lost_at
     if ended - now >= _SHOWN_S:
         if lost_at is None:
@@ -160,7 +161,8 @@ def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str
     elif scene.story.state == "SIGNALED":
         yield f"sent {scene.story.signal} to the workers, and waited for them to end"
     elif scene.named("lease.over", attempt):
-        yield "the guardian killed the workers when the lease was over; the agent ended the job"
+        yield "the guardian killed the workers of that host when its lease was over"
+        yield "their agent searched for the other hosts, and ended"
     else:
         yield "stopped the workers, and ended the job"
     whole, grace = real(scene.settings, "shutdown_timeout"), scene.final_grace

@@ -95,6 +95,8 @@ class Cost:
     """Number of workers whose seconds these are: those whose time is recorded."""
     all_workers: int | None = None
     """Number of workers of the job then."""
+    is_part_time: bool = False
+    """Whether some of them joined or left in that time."""
     buckets: Mapping[str, float] = field(default_factory=dict)
     """The worker-seconds by bucket of the ledger, biggest first; empty if only the sum is known."""
     why_unknown: str = ""
@@ -138,7 +140,7 @@ class Explanation:
     at_s: float | None = None
     """When it began, in seconds since the start of the run."""
     noticed_s: float | None = None
-    """When the loss of a host was noticed, if training stood still before that."""
+    """When regrow could notice it, if that was much later: the end of a silence or of a process."""
     time: float | None = None
     """The same in seconds since the epoch."""
     injected: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from regrow.events import Failure, PlannedRestart
@@ -10,10 +11,11 @@ from regrow.explain import ladder, long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.findings import begin_of, event_of, evidence_of, title_of
 from regrow.explain.peers import what_peers_did
-from regrow.explain.scene import Scene
+from regrow.explain.scene import LostTime, Scene
 from regrow.explain.words import count, seconds
 
 _SHOWN_S = 0.0005
+_LATER_S = 0.5
 _MOST_HOSTS = 8
 _EXPLAINED_ALONE = ("inprocess.restarted", "worker.replaced")
 """Events of faults that an attempt survived: the end of the attempt does not cost their seconds."""
@@ -24,10 +26,11 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
     """Explain the failure that ended an attempt."""
     event = event_of(scene, failure)
     begin = begin_of(scene, failure)
-    timeline = tuple(_timeline(scene, failure, begin, exited=real(event, "exited_monotonic")))
-    cost = _cost(scene, failure, timeline, begin)
+    exited = real(event, "exited_monotonic")
+    lost = _lost_time(scene, failure, begin)
+    timeline = tuple(_timeline(scene, failure, begin, lost.redone_s, exited))
     rung = _rung(scene, failure)
-    is_silent = failure.is_host_lost and begin != failure.at_s and not scene.has_left(failure)
+    is_silent = begin != failure.at_s and not scene.has_left(failure)
     return Explanation(
         number=0,
         run_id=scene.story.run_id,
@@ -42,7 +45,7 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
         host=failure.host,
         pid=failure.pid,
         at_s=begin,
-        noticed_s=failure.at_s if is_silent else None,
+        noticed_s=failure.at_s if is_silent else _much_later(exited, begin),
         time=scene.wall(begin),
         injected=text(event, "injected"),
         evidence=tuple(evidence_of(scene, failure, event, begin)),
@@ -50,14 +53,15 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
         action=tuple(_action(scene, failure)),
         refusals=ladder.refusals(scene, failure, event, rung),
         timeline=timeline,
-        cost=cost,
+        cost=_cost(scene, failure, timeline, lost),
         long=long_settings.of_failure(scene, failure, timeline),
     )
 
 
 def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
     """Explain a restart without a failure: hosts joined, or left with notice."""
-    timeline = tuple(_timeline(scene, change, change.at_s))
+    lost = _lost_time(scene, change, change.at_s)
+    timeline = tuple(_timeline(scene, change, change.at_s, lost.redone_s))
     return Explanation(
         number=0,
         run_id=scene.story.run_id,
@@ -72,14 +76,19 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
         time=scene.wall(change.at_s),
         evidence=(Fact("reason", _reason(change)) if change.joined else _NO_FAILURE,),
         action=(
-            _workers_after(scene, change, "the workers"),
+            _workers_after(scene, change),
             "it spent no restart of --max-restarts",
         ),
         refusals=ladder.OF_A_CHANGE,
         timeline=timeline,
-        cost=_cost(scene, change, timeline, change.at_s),
+        cost=_cost(scene, change, timeline, lost),
         long=long_settings.of_change(scene, change, timeline),
     )
+
+
+def _much_later(at: float | None, begin: float | None) -> float | None:
+    """Return a time if it is so much later that the page has to show both."""
+    return None if at is None or begin is None or at - begin < _LATER_S else at
 
 
 # --- what regrow did
@@ -115,12 +124,12 @@ def _outcome(scene: Scene, failure: Failure, rung: int | None) -> str:
 def _action(scene: Scene, failure: Failure) -> Iterator[str]:
     if failure.restarted_attempt is None:
         yield (
-            "stopped all workers and ended the job"
+            "stopped the workers that still ran, and ended the job"
             if scene.story.state
             else "unknown: the log ends before"
         )
         return
-    yield _workers_after(scene, failure, "the other workers")
+    yield _workers_after(scene, failure)
     server = scene.new_server(failure.attempt, failure.restarted_attempt)
     if server is not None:
         yield f"host {server.host} took over the server of the rendezvous"
@@ -138,14 +147,8 @@ def _action(scene: Scene, failure: Failure) -> Iterator[str]:
         yield f"it spent one restart{of}; {left or 'none'} left"
 
 
-def _workers_after(scene: Scene, ended: Failure | PlannedRestart, stopped: str) -> str:
-    """Return how the workers of the next attempt began.
-
-    Args:
-        scene: the run.
-        ended: the end of the attempt before.
-        stopped: which workers were stopped for it, unless they went on in their processes.
-    """
+def _workers_after(scene: Scene, ended: Failure | PlannedRestart) -> str:
+    """Return how the workers of the next attempt began."""
     workers, kept = ended.restarted_workers, ended.kept_workers
     before = scene.world_size(ended.attempt)
     changed = f" (before: {before})" if before and workers and before != workers else ""
@@ -158,7 +161,7 @@ def _workers_after(scene: Scene, ended: Failure | PlannedRestart, stopped: str) 
     forked = ended.forked_workers
     how = f", {forked} of them forked from the template of --preload" if forked else ""
     new_ones = count(workers, "worker") if workers else "the workers"
-    return f"stopped {stopped}, and started {new_ones} again{changed}{how}"
+    return f"stopped the workers that still ran, and started {new_ones} again{changed}{how}"
 
 
 # --- when, and what it cost
@@ -168,6 +171,7 @@ def _timeline(
     scene: Scene,
     ended: Failure | PlannedRestart,
     begin: float | None,
+    redone_s: float | None,
     exited: float | None = None,
 ) -> Iterator[Phase]:
     """Yield the phases; times that are not known merge a phase with the next one."""
@@ -180,7 +184,7 @@ def _timeline(
     restarting = scene.last_time("job.restarting", number)
     first = None
     if ended.first_step is not None and ended.first_step.attempt == following:
-        first = ended.first_step_after_s
+        first = ended.startup_s
     marks: list[tuple[str, float | None, str]] = []
     if begin < at:
         marks += _until_known(scene, ended, at)
@@ -196,12 +200,13 @@ def _timeline(
             marks.append(("pause", restarting + pause, "a pause after short attempts"))
         met = scene.last_time("rendezvous.completed", following)
         marks.append(("rendezvous", met, "the next round was formed"))
-        started = None if ended.restarted_after_s is None else at + ended.restarted_after_s
+        started = scene.last_time("attempt.started", following)
         begun = "workers went on, or were started" if kept else "new processes were started"
         marks.append(("processes", started, begun))
-        loading = "loading, the first step" if kept else "imports, loading, the first step"
+        loading = "loading" if kept else "imports, loading"
+        loading += ", up to the first step" if ended.work_lost else ", the first step"
         marks.append(("startup", None if first is None else at + first, loading))
-        redo = ended.work_lost_s
+        redo = ended.work_lost_s if redone_s is None else redone_s
         if first is not None and redo and ended.work_lost:
             again = f"{count(ended.work_lost, 'step')} done again"
             marks.append(("redoing", at + first + redo, again))
@@ -222,37 +227,56 @@ def _until_known(
     if not isinstance(ended, Failure) or not ended.is_host_lost:
         yield "silent", at, "no sign of life; regrow waited"
     elif scene.has_left(ended):
-        yield "notice", at, "until the other hosts were notified"
+        yield "notification", at, "until the other hosts knew"
     else:
         server = scene.new_server(ended.attempt, ended.restarted_attempt)
         if server is not None and server.at < at:
-            yield "silent", server.at, "until another server took over"
+            yield "takeover", server.at, "until another server took over"
         broke = ended.what.endswith("its connection broke")
-        waited = "no new step; the agent may reconnect"
+        waited = "no new step; its agent could reconnect"
         yield "silent", at, waited if broke else "no new step; the loss was not known yet"
 
 
+def _lost_time(scene: Scene, ended: Failure | PlannedRestart, begin: float | None) -> LostTime:
+    number, following = ended.attempt, ended.restarted_attempt
+    inside, inside_later = (
+        attempt is not None and any(scene.named(name, attempt) for name in _EXPLAINED_ALONE)
+        for attempt in (number, following)
+    )
+    return scene.lost_time(
+        number,
+        following,
+        begin,
+        unfinished=not inside,
+        most_redone_s=ended.work_lost_s or 0.0 if inside_later else math.inf,
+    )
+
+
 def _cost(
-    scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase], begin: float | None
+    scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase], lost: LostTime
 ) -> Cost:
     following = ended.restarted_attempt
-    inside = any(scene.named(name, ended.attempt) for name in _EXPLAINED_ALONE)
-    lost = scene.lost_time(ended.attempt, following, begin, unfinished=not inside)
     went_on = ended.first_step is not None or following is None
     spends = isinstance(ended, Failure) and not ended.is_host_lost and following is not None
     return Cost(
         seconds=timeline[-1].end_s if timeline else None,
         steps=ended.work_lost,
-        redone_s=ended.work_lost_s,
+        redone_s=next((p.length_s for p in timeline if p.name == "redoing"), ended.work_lost_s),
         worker_seconds=lost.total,
         before_s=lost.before_s,
         workers=lost.workers,
         all_workers=lost.all_workers,
+        is_part_time=lost.workers == lost.all_workers and _has_changed(scene, ended),
         buckets=lost.seconds,
         restarts=1 if spends else 0,
         restarts_left=_restarts_left(scene, ended.attempt, charged=bool(spends)),
         why_unknown="" if went_on else _why_unknown(scene),
     )
+
+
+def _has_changed(scene: Scene, ended: Failure | PlannedRestart) -> bool:
+    before, after = (scene.world_size(n) for n in (ended.attempt, ended.restarted_attempt))
+    return None not in (before, after) and before != after
 
 
 def _why_unknown(scene: Scene) -> str:

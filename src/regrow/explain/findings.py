@@ -158,6 +158,10 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     overs = [event for name in names for event in scene.named(name, failure.attempt)]
     told = ", ".join(sorted({f"host {text(event, 'host') or '?'}" for event in overs}))
     yield Fact("reported by", f"the rendezvous, to {told}" if told else "unknown")
+    server = scene.new_server(failure.attempt, failure.restarted_attempt)
+    if server is not None and failure.at_s is not None and server.at < failure.at_s:
+        since = "from when the server before could last renew a lease"
+        yield Fact("counted", f"by host {server.host}, which took over the server, {since}")
     own = [at for e in scene.events if text(e, "host") == host and (at := real(e, "monotonic"))]
     before = [at for at in own if failure.at_s is None or at <= failure.at_s]
     what, has_left = noticed(scene, failure), scene.has_left(failure)

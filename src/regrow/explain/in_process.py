@@ -156,6 +156,7 @@ def _explained(
         host=host,
         pid=pid,
         at_s=begin,
+        noticed_s=restart.at_s if silent else None,
         time=scene.wall(begin),
         injected=text(event, "injected") or text(ended, "injected"),
         evidence=tuple(_evidence(scene, restart, recorded, ended)),

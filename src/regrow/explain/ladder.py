@@ -30,10 +30,11 @@ def refusals(
         rung: the rung that recovered from it; None if none did.
     """
     if failure.is_host_lost:
+        gone = "has left" if scene.has_left(failure) else "is lost"
         found = [
-            Refusal(1, "its processes are gone with the host"),
+            Refusal(1, f"the processes of a host that {gone} cannot be reached"),
             Refusal(2, "a new process takes a place on the same host only"),
-            Refusal(3, "its workers could not be started on that host again"),
+            Refusal(3, f"a host that {gone} starts workers only after it has joined again"),
         ]
     elif failure.gave_up is not None:
         found = [

@@ -28,6 +28,7 @@ TO_END_S = 1.0
 """Longest time of an agent from that limit to its end, in seconds."""
 LEASE = "workers of a host that is cut off are killed"
 """Name of the bound of a lease, as the job records it."""
+_SHOWN_S = 0.0005
 _DEFAULT = "the default"
 _SHUTDOWN = "--shutdown-timeout"
 _RESTART = "--restart-timeout"
@@ -62,10 +63,11 @@ def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tup
     signal, grace = scene.story.signal or "SIGTERM", scene.final_grace
     found = [*_stop(scene, attempt, timeline, _SHUTDOWN, signal, grace)]
     if (silent := _length(timeline, "silent")) > 0:
-        lease = seconds(real(scene.bounds, LEASE))
-        text = (
-            f"the workers of a cut-off host run until its lease ends, {lease} after the last answer"
-        )
+        lease = real(scene.bounds, LEASE)
+        text = "the workers of a cut-off host run until its lease ends,"
+        text += f" {seconds(lease)} after the last answer"
+        if lease is not None and lease - silent >= _SHOWN_S:
+            text += f", which came {seconds(lease - silent)} before the last step"
         found.append(Held(_KEEP_ALIVE, _keep_alive(scene.settings), silent, text))
     searching = _length(timeline, "searching")
     limit = _conf_s(scene.settings, "reconnect_timeout", RECONNECT_S)
@@ -119,8 +121,9 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
         period = real(scene.settings, "heartbeat")
         value = "unknown" if period is None else f"{period:g} s"
         text = (
-            f"a worker counts as hung only {seconds(timer.after_s)} after its last heartbeat, which"
-            " follows from the period"
+            f"a worker counts as hung only {seconds(timer.after_s)} after its last heartbeat:"
+            " shortly before the others would give it up, after three times the period and the"
+            " time-out of an exchange"
         )
         yield Held("--heartbeat", value, _length(timeline, "silent"), text)
     elif timer is not None and timer.after_s is not None:
@@ -130,14 +133,14 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
     if failure.is_host_lost:
         bound, silent = real(scene.bounds, _SILENT_HOST), _length(timeline, "silent")
         if bound is not None and _NO_HEARTBEAT.search(failure.what):
-            text = (
-                "a host that sends nothing counts as lost only after its missed heartbeats; the"
-                f" longest time with these settings is {seconds(bound)}"
-            )
-            new_server = scene.new_server(failure.attempt, failure.restarted_attempt)
-            if silent > bound and new_server is not None:
-                text += ", counted again from when another server took over"
-            yield Held(_KEEP_ALIVE, _keep_alive(scene.settings), silent, text)
+            takeover = _length(timeline, "takeover")
+            text = f"a host counts as lost {seconds(bound)} after its last heartbeat"
+            if takeover > 0:
+                text = (
+                    "another server took over after half of a lease without an answer, and counted"
+                    f" {seconds(bound)} from when the server before could last renew a lease"
+                )
+            yield Held(_KEEP_ALIVE, _keep_alive(scene.settings), takeover + silent, text)
 
 
 def silence_of_host(scene: Scene, failure: Failure, *, least: bool = False) -> float:

@@ -78,6 +78,14 @@ def heading(each: Explanation) -> str:
 _HEADINGS = {"membership": "Change", "stop": "Stop"}
 
 
+_BEGUN = {
+    "node": ("no sign of training after", "the loss was noticed"),
+    "hang": ("silent from", "regrow noticed it"),
+    "heartbeat": ("silent from", "regrow noticed it"),
+}
+"""By cause, what a failure began with, and what ended the time in which regrow could not know."""
+
+
 def _page(each: Explanation, of: int | None) -> Iterator[str]:
     total = f" of {of}" if of is not None else ""
     id = "" if each.run_id in (None, NO_ID) else f" {clean(each.run_id or '')}"
@@ -86,8 +94,10 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
     when = [] if each.at_s is None else [_moment(each.at_s, _day(each))]
     if each.at_s is not None and each.noticed_s is not None:
         later, clock = seconds(each.noticed_s - each.at_s), _clock(each.noticed_s, _day(each))
-        when = [f"training stood still from {part.removeprefix('at ')}" for part in when]
-        when.append(f"and the loss was noticed {later} later{clock and f' at {clock}'}")
+        begun, noticed = _BEGUN.get(each.cause, ("", "the process ended"))
+        where = f"on host {each.host}, " if each.cause == "node" and each.host else ""
+        when = [where + (f"{begun} {part.removeprefix('at ')}" if begun else part) for part in when]
+        when.append(f"and {noticed} {later} later{clock and f' at {clock}'}")
     if each.run > 1:
         when.append(f"in run {each.run} of the job")
     if each.attempt is not None:
@@ -211,6 +221,8 @@ def worker_time(cost: Cost) -> str:
     whose = f"all {known} workers together" if known and known > 1 else "all workers together"
     if known is not None and every is not None and known < every:
         whose = f"the {count(known, 'worker')} of {every} whose time is recorded"
+    if cost.is_part_time:
+        whose += ", each while it was in the job"
     before = ""
     if cost.before_s >= _SHOWN_S:
         before = f", {seconds(cost.before_s)} of it before the timeline, since their last steps"

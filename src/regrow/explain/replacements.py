@@ -70,7 +70,8 @@ def _cut_short(
         title=f"{worker(new.rank, host, pid)} {describe_failure({'exit_code': exit_code})}",
         cause="signal" if _signal(ended) else "exit",
         rung=None,
-        outcome="the attempt failed before the new process took the place: see the next failure",
+        outcome="rung 2 (one new process) was tried, but the attempt failed before the new"
+        " process had joined the other ranks: see the next failure",
         rank=new.rank,
         host=host,
         pid=pid,
@@ -114,7 +115,7 @@ _SOURCES = {
 
 
 def how_replaced(each: Replacement) -> str:
-    """Return how a new process took the place of a rank, in one line."""
+    """Return how a new process was started for a rank, in one line."""
     if each.pid is None:
         return f"rank {each.rank} got a new process: {each.origin or 'on another host'}"
     how = _SOURCES.get(each.source, each.source)

@@ -13,11 +13,11 @@ from regrow.explain.words import seconds
 _WIDTH, _MARGIN, _ROW, _TOP, _LABELS = 960, 16, 26, 64, 190
 _LONGEST_TITLE = 120  # characters
 _COLOURS = {
+    "takeover": "#b07aa1",
     "silent": "#b07aa1",
     "reaction": "#e15759",
     "detection": "#e15759",
     "notification": "#e15759",
-    "notice": "#e15759",
     "ending": "#f28e2b",
     "stopping": "#f28e2b",
     "abort": "#f28e2b",

@@ -32,7 +32,7 @@ MEANINGS: Final = {
     DETECTION: "from a failure or a hang until the agent acted on it",
     STOPPING: "workers are stopped",
     MEETING: "the nodes form the next round; ranks wait for each other",
-    RESTART: "pauses, new processes for lost ones",
+    RESTART: "pauses, new processes for lost ones, calls that begin again",
     WAITING_FOR_NODES: "before the first round of a node",
     WAITING_FOR_SCHEDULER: "between two runs of the job",
     LOST_RANKS: "ranks without a process, while the others continue",

@@ -139,6 +139,8 @@ class _Builder:
         """Add the time after the last attempt."""
         run = self.run
         bucket = buckets.FINISHING if attempt >= 0 else buckets.WAITING_FOR_NODES
+        if attempt >= 0 and any(text(e, "name") == _NO_RENDEZVOUS for e in run.events):
+            bucket = buckets.MEETING  # the agent searched for the other nodes
         self._all(attempt, start, run.end, bucket if run.state is not None else buckets.UNKNOWN)
 
     def attempt(self, attempt: NodeAttempt) -> None:
@@ -172,7 +174,8 @@ class _Builder:
                 )
             elif name == "regrow.inprocess.lost" and start is not None:
                 at = _clamp(real(event, "lost_monotonic"), start, attempt.end)
-                self._process(attempt, local_rank, start, at, final, _dead(at), kept=is_kept)
+                ending = ProcessEnd(failed=min(end.failed, at), detected=at)
+                self._process(attempt, local_rank, start, at, final, ending, kept=is_kept)
                 vacant_since, start = at, None
         if start is None:
             length = attempt.end - vacant_since
@@ -248,6 +251,7 @@ def _ending(attempt: NodeAttempt, *, hung: bool) -> ProcessEnd:
     )
 
 
+_NO_RENDEZVOUS = "regrow.rendezvous.lost"
 _STOPS = {"regrow.job.stopping", "regrow.round.ended", "regrow.job.restarting"}
 
 
