@@ -8,7 +8,8 @@ divides the time of a run, and `split` the time of a process, by the account tha
 (`regrow._accounts`).
 """
 
-from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, REDONE, UNKNOWN, is_phase, title
+from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, UNKNOWN, is_phase, title
+from regrow.ledger.buckets import REDONE as REDONE
 from regrow.ledger.ledger import Ledger, build_ledgers
 from regrow.ledger.reading import find_logs, read_ledgers
 from regrow.ledger.runs import Session as Session
@@ -20,7 +21,6 @@ from regrow.ledger.table import render
 __all__ = [
     "MEANINGS",
     "PRODUCTIVE",
-    "REDONE",
     "UNKNOWN",
     "Ledger",
     "Span",
