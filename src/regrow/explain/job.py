@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from regrow.events import read_events
 from regrow.events.evidence import Record
 from regrow.explain.endings import explain_end, explain_server_end
 from regrow.explain.explanation import Explanation
@@ -15,7 +13,7 @@ from regrow.explain.findings import ended_by_lease
 from regrow.explain.in_process import explain_in_process
 from regrow.explain.replacements import explain_cut_short
 from regrow.explain.scene import Scene, scenes_of
-from regrow.ledger import build_ledgers, find_logs, jobs_of, runs_of
+from regrow.ledger import build_ledgers, jobs_of, read_logs, runs_of
 
 
 def explain(logs: Mapping[str, Iterable[Record]]) -> dict[str | None, list[Explanation]]:
@@ -54,8 +52,7 @@ def read_explanations(
     Raises:
         OSError: a path has no log, or a log cannot be read.
     """
-    logs = {os.path.realpath(log): log for path in paths for log in find_logs(path)}
-    return explain({log: read_events(log, report) for log in logs.values()})
+    return explain(read_logs(paths, report))
 
 
 def _explained(scene: Scene) -> list[Explanation]:

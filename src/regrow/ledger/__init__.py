@@ -12,6 +12,7 @@ from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, UNKNOWN, is_phase, title
 from regrow.ledger.buckets import REDONE as REDONE
 from regrow.ledger.ledger import Ledger, build_ledgers
 from regrow.ledger.reading import find_logs, read_ledgers
+from regrow.ledger.reading import read_logs as read_logs
 from regrow.ledger.runs import Session as Session
 from regrow.ledger.runs import jobs_of as jobs_of
 from regrow.ledger.runs import runs_of as runs_of

@@ -1,11 +1,12 @@
-"""Read the ledgers of the jobs in log directories."""
+"""Read the events and the ledgers of the jobs in log directories."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from regrow.events import find_event_file, read_events
+from regrow.events.evidence import Record
 from regrow.ledger.ledger import Ledger, build_ledgers
 
 
@@ -19,6 +20,12 @@ def find_logs(path: str) -> list[str]:
     return [found.path, *found.older]
 
 
+def read_logs(paths: Sequence[str], report: Callable[[str], None]) -> dict[str, Iterable[Record]]:
+    """Read the events of each log once, by its name; see `read_ledgers`."""
+    logs = {os.path.realpath(log): log for path in paths for log in find_logs(path)}
+    return {log: read_events(log, report) for log in logs.values()}
+
+
 def read_ledgers(paths: Sequence[str], report: Callable[[str], None]) -> list[Ledger]:
     """Read the ledgers of all jobs, in the order in which the jobs began.
 
@@ -29,5 +36,4 @@ def read_ledgers(paths: Sequence[str], report: Callable[[str], None]) -> list[Le
     Raises:
         OSError: a path has no log, or a log cannot be read.
     """
-    logs = {os.path.realpath(log): log for path in paths for log in find_logs(path)}
-    return build_ledgers({log: read_events(log, report) for log in logs.values()})
+    return build_ledgers(read_logs(paths, report))
