@@ -51,10 +51,6 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
     if again is not None:
         outcome += f"; it was started again {seconds(again)} later"
     yield Explanation(
-        number=0,
-        run_id=story.run_id,
-        script=story.script,
-        run=scene.number,
         attempt=attempt,
         title=_title(scene, stopping),
         cause=_CAUSES.get(story.state, "unknown"),
@@ -63,7 +59,6 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         host=text(finished, "host"),
         at_s=at,
         noticed_s=None if lost is None else lost.at_s,
-        time=scene.wall(at),
         evidence=tuple(_evidence(scene, stopping, lost)),
         peers=tuple(_steps(scene)) if lost is None else what_peers_did(scene, lost, lost.at_s),
         action=tuple(_action(scene, stopping, attempt)),
@@ -190,10 +185,6 @@ def explain_server_end(scene: Scene, end: ServerEnd) -> Explanation:
     ]
     lost = scene.first("rendezvous.lost")
     return Explanation(
-        number=0,
-        run_id=scene.story.run_id,
-        script=scene.story.script,
-        run=scene.number,
         attempt=None,
         title=f"the store server{where} (pid {end.pid}) {end.how}",
         cause="server",
@@ -202,7 +193,6 @@ def explain_server_end(scene: Scene, end: ServerEnd) -> Explanation:
         host=end.host,
         pid=end.pid,
         at_s=end.at_s,
-        time=scene.wall(end.at_s),
         evidence=(
             Fact("exit", end.how.removeprefix("was ")),
             *(Fact("sent by", by) for name, by in FROM_OUTSIDE.items() if end.how.endswith(name)),

@@ -116,12 +116,12 @@ class Cost:
 class Explanation:
     """One failure of a job, in-process restart, change of membership, or end of the job."""
 
-    number: int
+    number: int = 0
     """Counted from 1, in order of time over all runs of the job."""
-    run_id: str | None
+    run_id: str | None = None
     """The job."""
-    script: str | None
-    run: int
+    script: str | None = None
+    run: int = 1
     """The run of a requeued job, counted from 1."""
     attempt: int | None
     iteration: int | None = None

@@ -32,10 +32,6 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
     rung = _rung(scene, failure)
     is_silent = begin != failure.at_s and not scene.has_left(failure)
     return Explanation(
-        number=0,
-        run_id=scene.story.run_id,
-        script=scene.story.script,
-        run=scene.number,
         attempt=failure.attempt,
         title=title_of(scene, failure),
         cause=failure.cause,
@@ -46,7 +42,6 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
         pid=failure.pid,
         at_s=begin,
         noticed_s=failure.at_s if is_silent else _much_later(exited, begin),
-        time=scene.wall(begin),
         injected=text(event, "injected"),
         evidence=tuple(evidence_of(scene, failure, event, begin)),
         peers=what_peers_did(scene, failure, begin),
@@ -63,17 +58,12 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
     lost = _lost_time(scene, change, change.at_s)
     timeline = tuple(_timeline(scene, change, change.at_s, lost.redone_s))
     return Explanation(
-        number=0,
-        run_id=scene.story.run_id,
-        script=scene.story.script,
-        run=scene.number,
         attempt=change.attempt,
         title=f"{_joined(change)} joined" if change.joined else change.reason,
         cause="membership",
         rung=4,
         outcome=_went_on(change),
         at_s=change.at_s,
-        time=scene.wall(change.at_s),
         evidence=(Fact("reason", _reason(change)) if change.joined else _NO_FAILURE,),
         action=(
             _workers_after(scene, change),

@@ -140,10 +140,6 @@ def _explained(
         timeline = (*timeline, Phase("redoing", lasted, lasted + redone_s, again))
     host, pid = _process(scene, restart, ended)
     return Explanation(
-        number=0,
-        run_id=scene.story.run_id,
-        script=scene.story.script,
-        run=scene.number,
         attempt=restart.attempt,
         iteration=restart.iteration,
         title=f"{worker(restart.rank, host, pid)} {restart.did}",
@@ -157,7 +153,6 @@ def _explained(
         pid=pid,
         at_s=begin,
         noticed_s=restart.at_s if silent else None,
-        time=scene.wall(begin),
         injected=text(event, "injected") or text(ended, "injected"),
         evidence=tuple(_evidence(scene, restart, recorded, ended)),
         peers=tuple(_peers(scene, restart, event, lost)),

@@ -34,9 +34,9 @@ def explain(logs: Mapping[str, Iterable[Record]]) -> dict[str | None, list[Expla
     found: dict[str | None, list[Explanation]] = {}
     for job, ledger in zip(jobs, build_ledgers(known), strict=True):
         scenes = scenes_of(job, ledger.spans)
-        each = [explanation for scene in scenes for explanation in _explained(scene)]
+        each = [(scene, explanation) for scene in scenes for explanation in _explained(scene)]
         found.pop(ledger.run_id, None)
-        found[ledger.run_id] = [replace(one, number=n) for n, one in enumerate(each, 1)]
+        found[ledger.run_id] = [_of_job(scene, one, n) for n, (scene, one) in enumerate(each, 1)]
     return found
 
 
@@ -53,6 +53,17 @@ def read_explanations(
         OSError: a path has no log, or a log cannot be read.
     """
     return explain(read_logs(paths, report))
+
+
+def _of_job(scene: Scene, explanation: Explanation, number: int) -> Explanation:
+    return replace(
+        explanation,
+        number=number,
+        run_id=scene.story.run_id,
+        script=scene.story.script,
+        run=scene.number,
+        time=scene.wall(explanation.at_s),
+    )
 
 
 def _explained(scene: Scene) -> list[Explanation]:

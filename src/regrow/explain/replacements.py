@@ -62,10 +62,6 @@ def _cut_short(
     left = new.restarts_left
     rest = "" if left is None else f"; {left or 'none'} left"
     return Explanation(
-        number=0,
-        run_id=scene.story.run_id,
-        script=scene.story.script,
-        run=scene.number,
         attempt=attempt,
         title=f"{worker(new.rank, host, pid)} {describe_failure({'exit_code': exit_code})}",
         cause="signal" if _signal(ended) else "exit",
@@ -76,7 +72,6 @@ def _cut_short(
         host=host,
         pid=pid,
         at_s=begin,
-        time=scene.wall(begin),
         injected=text(ended, "injected"),
         evidence=tuple(facts),
         action=(how_replaced(new), f"it spent 1 restart of --max-restarts{rest}"),
