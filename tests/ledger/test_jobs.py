@@ -261,8 +261,23 @@ def test_a_lost_rank_that_failed_itself_has_the_time_from_its_failure_to_its_end
 def test_the_search_for_a_lost_rendezvous_is_no_part_of_the_training() -> None:
     log = Log().start(0).add(14, "lease.over", lapsed_monotonic=63.5).end(14, "FAILED")
     log.add(20, "rendezvous.lost").finish(20, "ERROR")
-    parts = {"startup_script": 2, "productive": 10, "unfinished": 1.5}
+    parts = {"startup_script": 2, "productive": 10, "unfinished": 1, "detection": 0.5}
     assert seconds(only(log)) == parts | {"stopping": 0.5, "meeting": 6}
+
+
+def test_what_exceeds_a_step_before_the_loss_of_a_host_is_known_is_detection() -> None:
+    log = Log().start(0).add(40, "round.ended", lost=True).end(41, "STOPPED")
+    log.finish(41, "FAILED")
+    parts = {"startup_script": 2, "productive": 10, "unfinished": 1, "detection": 27}
+    assert seconds(only(log)) == parts | {"stopping": 1}
+
+
+def test_a_process_that_goes_on_is_not_started() -> None:
+    log = Log().start(0).end(12, "STOPPED")
+    log.add(13, "rendezvous.completed").add(15, "attempt.started", ranks=[0], kept=[0], attempt=1)
+    log.attempt = 1
+    found = seconds(only(log.finish(15, "FAILED")))
+    assert found == {"startup_script": 2, "productive": 10, "meeting": 1, "restart": 2}
 
 
 def test_a_process_that_was_kept_does_not_start_its_script_again() -> None:

@@ -373,9 +373,10 @@ class _StoryBuilder:
 
     def _planned_restart(self, number: int) -> PlannedRestart:
         attempt = self.attempts[number]
-        ended = next(
+        ended = min(
             (e for e in (*attempt.named[_RESTARTING], *attempt.named[_ENDED]) if text(e, "reason")),
-            {},
+            key=lambda event: real(event, "monotonic") or math.inf,
+            default={},
         )
         return PlannedRestart(
             attempt=number,
@@ -471,14 +472,15 @@ def _servers(events: Iterable[Record]) -> tuple[str, ...]:
 
 
 def _server_end(event: Record) -> ServerEnd:
-    reason = text(event, "reason")
+    reason, at = text(event, "reason"), real(event, "monotonic")
+    after = real(event, "restarted_after_s")
     return ServerEnd(
         host=text(event, "host"),
         pid=integer(event, "pid"),
         how=one_line(text(event, "how") or "ended"),
-        restarted_after_s=real(event, "restarted_after_s"),
+        restarted_after_s=after,
         reason=one_line(reason) if reason else None,
-        at_s=real(event, "monotonic"),
+        at_s=None if at is None else at - (after or 0.0),  # the event is written after that
     )
 
 

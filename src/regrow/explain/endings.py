@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from regrow.events import Failure, ServerEnd
-from regrow.events.evidence import Record, integer, real, text
+from regrow.events.evidence import Record, integer, real, since, steps, text
 from regrow.explain import long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
 from regrow.explain.findings import begin_of, lease_over
@@ -31,8 +31,9 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
     finished = scene.named("job.finished")[-1]
     ended = real(finished, "monotonic") or scene.ends_s
     stopping = scene.first("job.stopping") or scene.first("stop.requested")
-    begun = real(stopping, "monotonic")
-    at = ended if begun is None else min(begun, ended)
+    decided = scene.first("stop.decided")
+    asked = since(real(decided, "monotonic"), real(decided, "decided_after_s"))
+    at = min([ended, *(at for at in (real(stopping, "monotonic"), asked) if at is not None)])
     if lost is not None and lost.at_s is not None:
         at = begin_of(scene, lost) or 0.0
         if at >= lost.at_s:
@@ -60,7 +61,9 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         at_s=at,
         noticed_s=None if lost is None else lost.at_s,
         evidence=tuple(_evidence(scene, stopping, lost)),
-        peers=tuple(_steps(scene)) if lost is None else what_peers_did(scene, lost, lost.at_s),
+        peers=tuple(_steps(scene, attempt))
+        if lost is None
+        else what_peers_did(scene, lost, lost.at_s),
         action=tuple(_action(scene, stopping, attempt)),
         refusals=_refusals(scene),
         timeline=timeline,
@@ -96,9 +99,12 @@ def _timeline(scene: Scene, at: float, ended: float, lost_at: float | None) -> I
 def _refusals(scene: Scene) -> tuple[Refusal, ...]:
     if scene.story.state != "ERROR" or not scene.named("rendezvous.lost"):
         return ()
+    over = "the workers of a host that is cut off are killed"
     known = any((integer(e, "may_lose") or 0) > 0 for e in scene.named("rendezvous.servers"))
     needs = "" if known else "; that needs three hosts, or a witness (--rdzv-conf witness=DIR)"
     return (
+        Refusal(1, over),
+        Refusal(2, over),
         Refusal(3, "without a rendezvous no further round can be formed"),
         Refusal(4, f"no other host took over the rendezvous{needs}"),
     )
@@ -145,9 +151,15 @@ def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[
         yield Fact("exit", f"exit code {story.exit_code} of the agent")
 
 
-def _steps(scene: Scene) -> Iterator[str]:
-    if scene.story.last_step is not None:
-        yield f"the furthest rank had made step {scene.story.last_step}"
+def _steps(scene: Scene, attempt: int | None) -> Iterator[str]:
+    last = scene.story.last_step
+    if last is None:
+        return
+    made = [
+        each.last_step for event in scene.named("attempt.ended", attempt) for each in steps(event)
+    ]
+    every = {last} == {*made} and len(made) == scene.world_size(attempt)
+    yield f"{'all ranks' if every else 'the furthest rank'} had made step {last}"
 
 
 def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str]:

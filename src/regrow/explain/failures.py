@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from regrow.events import Failure, PlannedRestart
-from regrow.events.evidence import integer, real, text
+from regrow.events.evidence import integer, real, stopped_with, text
 from regrow.explain import ladder, long_settings
+from regrow.explain.accounts import step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.findings import begin_of, event_of, evidence_of, title_of
 from regrow.explain.peers import what_peers_did
@@ -114,7 +115,7 @@ def _outcome(scene: Scene, failure: Failure, rung: int | None) -> str:
 def _action(scene: Scene, failure: Failure) -> Iterator[str]:
     if failure.restarted_attempt is None:
         yield (
-            "stopped the workers that still ran, and ended the job"
+            f"{_stopped(scene, failure.attempt)}, and ended the job"
             if scene.story.state
             else "unknown: the log ends before"
         )
@@ -151,7 +152,15 @@ def _workers_after(scene: Scene, ended: Failure | PlannedRestart) -> str:
     forked = ended.forked_workers
     how = f", {forked} of them forked from the template of --preload" if forked else ""
     new_ones = count(workers, "worker") if workers else "the workers"
-    return f"stopped the workers that still ran, and started {new_ones} again{changed}{how}"
+    return f"{_stopped(scene, ended.attempt)}, and started {new_ones} again{changed}{how}"
+
+
+def _stopped(scene: Scene, attempt: int) -> str:
+    failed = scene.named("worker.failed", attempt)
+    ended = {integer(event, "rank") for event in failed if stopped_with(event) is None}
+    if len(ended) >= (scene.world_size(attempt) or math.inf):
+        return "found that all workers had ended"
+    return "stopped the workers that still ran"
 
 
 # --- when, and what it cost
@@ -172,9 +181,9 @@ def _timeline(
     detected = getattr(ended, "detected_after_s", None)
     pause = ended.backoff_s
     restarting = scene.last_time("job.restarting", number)
-    first = None
+    first, step = None, None
     if ended.first_step is not None and ended.first_step.attempt == following:
-        first = ended.startup_s
+        first, step = ended.first_step_after_s, step_s(scene, ended.first_step.attempt)
     marks: list[tuple[str, float | None, str]] = []
     if begin < at:
         marks += _until_known(scene, ended, at)
@@ -183,7 +192,7 @@ def _timeline(
     acted = None if detected is None else at + detected
     marks.append(("reaction", acted, "until the agent acted on it"))
     kept = ended.kept_workers
-    stopping = "the workers left their round" if kept else "workers were stopped"
+    stopping = "the workers left their round" if kept else "until all workers had ended"
     marks.append(("stopping", scene.last_time("attempt.ended", number), stopping))
     if following is not None:
         if pause is not None and restarting is not None:
@@ -194,16 +203,18 @@ def _timeline(
         begun = "workers went on, or were started" if kept else "new processes were started"
         marks.append(("processes", started, begun))
         loading = "loading" if kept else "imports, loading"
-        loading += ", up to the first step" if ended.work_lost else ", the first step"
-        marks.append(("startup", None if first is None else at + first, loading))
+        loading += ", the first step" if step is None else ", up to the first step"
+        first = None if first is None else at + first - (step or 0.0)
+        marks.append(("startup", first, loading))
         redo = ended.work_lost_s if redone_s is None else redone_s
         if first is not None and redo and ended.work_lost:
             again = f"{count(ended.work_lost, 'step')} done again"
-            marks.append(("redoing", at + first + redo, again))
-    elif scene.requeued_after_s is not None:
+            marks.append(("redoing", first + redo, again))
+    elif scene.story.state is not None:
         marks.append(("ending job", scene.ends_s, "until the end of the agent"))
-        later = scene.ends_s + scene.requeued_after_s
-        marks.append(("scheduler", later, "until the next run of the job"))
+        if scene.requeued_after_s is not None:
+            later = scene.ends_s + scene.requeued_after_s
+            marks.append(("scheduler", later, "until the next run of the job"))
     now = begin
     for name, until, meaning in marks:
         if until is not None and until - now >= _SHOWN_S:

@@ -17,7 +17,7 @@ from regrow.events.evidence import (
 )
 from regrow.explain import long_settings
 from regrow.explain.explanation import Fact
-from regrow.explain.peers import HUNG, last_step_of, last_steps, noticed, phase_of
+from regrow.explain.peers import last_step_of, last_steps, noticed, phase_of, silence_of
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
@@ -64,7 +64,7 @@ def evidence_of(
         begin: when it began.
     """
     timer = failure.timer
-    since = HUNG if timer is not None else "the failure"
+    since = silence_of(failure) or "the failure"
     if timer is not None:
         yield Fact("where it was", timer.stood)
     yield from _of_suspension(scene, failure, event)
@@ -91,11 +91,13 @@ def evidence_of(
         yield Fact("all stacks", timer.stacks)
     yield from _of_predecessor(scene, event, begin)
     if failure.error_file:
-        yield Fact("error file", failure.error_file)
+        where = f" on host {failure.host}" if scene.has_several_hosts else ""
+        yield Fact("error file", f"{failure.error_file}{where}")
     if log_file := scene.log_file(failure.rank, failure.attempt):
         yield Fact("log file", log_file)
     if failure.elsewhere and not failure.is_host_lost:
-        yield Fact("seen from", "another host: this log has only the report of the failure")
+        told = "this log has only the report of the failure, and all times count from it"
+        yield Fact("seen from", f"another host: {told}")
     if failure.noticed_late:
         yield Fact("noticed late", "the guardian of the workers was paused; the time is unknown")
     for node in failure.lost_nodes:
@@ -132,7 +134,7 @@ def _of_suspension(scene: Scene, failure: Failure, event: Record) -> Iterator[Fa
     if not stopped:
         return
     signal, at = text(stopped, "signal") or "?", real(stopped, "monotonic")
-    when = [f"by {signal}", relative(at, failure.at_s, "regrow noticed it")]
+    when = [f"by {signal}", relative(at, failure.at_s, "it was given up")]
     if timer is not None and timer.heartbeat and failure.at_s is not None:
         last = None if timer.after_s is None else failure.at_s - timer.after_s
         when.append(relative(at, last, "its last heartbeat"))
@@ -160,14 +162,16 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     yield Fact("reported by", f"the rendezvous, to {told}" if told else "unknown")
     server = scene.new_server(failure.attempt, failure.restarted_attempt)
     if server is not None and failure.at_s is not None and server.at < failure.at_s:
-        since = "from when the server before could last renew a lease"
-        yield Fact("counted", f"by host {server.host}, which took over the server, {since}")
+        silence = long_settings.silence_of_host(scene, failure, least=True)
+        since = relative(failure.at_s - silence, server.at, f"host {server.host} took over")
+        yield Fact("counted", f"these {seconds(silence)}: by the new server, from {since}")
     own = [at for e in scene.events if text(e, "host") == host and (at := real(e, "monotonic"))]
     before = [at for at in own if failure.at_s is None or at <= failure.at_s]
     what, has_left = noticed(scene, failure), scene.has_left(failure)
     if before and not has_left:
         when = relative(before[-1], failure.at_s, what)
-        yield Fact("last event", f"in the log of host {host}: {when}")
+        ends = "" if len(own) > len(before) else "; the log ends there"
+        yield Fact("last event", f"in the log of host {host}: {when}{ends}")
     if ranks := scene.ranks_of(host, failure.attempt):
         yield Fact("left with it" if has_left else "lost with it", many_ranks(ranks))
     found = (last_step_of(scene, failure.attempt, rank) for rank in ranks)

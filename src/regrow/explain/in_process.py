@@ -9,7 +9,7 @@ from collections.abc import Iterator, Set
 from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
-from regrow._accounts import REPEATED, REPEATED_STEPS, STEPS
+from regrow._accounts import REPEATED
 from regrow.events import InProcessRestart
 from regrow.events.evidence import (
     Record,
@@ -20,9 +20,10 @@ from regrow.events.evidence import (
 )
 from regrow.events.in_process import NEAR_S, end_of
 from regrow.explain import ladder, long_settings
+from regrow.explain.accounts import accounts_of, row_count, row_seconds, step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.peers import last_step_of
-from regrow.explain.replacements import WAITED, facts_of_end, how_replaced
+from regrow.explain.replacements import WAITED, facts_of_end, how_replaced, last_step_before
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
@@ -52,7 +53,7 @@ def explain_in_process(scene: Scene) -> Iterator[Explanation]:
             event = recorded.event_of(later)
             made = integer(event, "repeated_steps"), integer(event, "last_step")
             if made[0] is not None:
-                until = _AttemptEnd(*made, until.pace_s)
+                until = _AttemptEnd(None, *made, until.pace_s)
         lost = gone.setdefault(restart.attempt, set())
         lost.update(restart.lost)
         yield _explained(scene, restart, recorded, until, lost)
@@ -98,6 +99,9 @@ class _Recorded:
 class _AttemptEnd(NamedTuple):
     """What is known of the steps of an attempt at its end, or at its next restart."""
 
+    redone_s: float | None
+    """Mean seconds in which a worker has done steps again; None if that is not recorded."""
+
     repeated_steps: int | None
     """How many steps a worker has done again, at most."""
     last_step: int | None
@@ -132,7 +136,9 @@ def _explained(
     size = restart.world_size or scene.world_size(restart.attempt)
     lasted = timeline[-1].end_s if timeline else None
     redone_s = 0.0 if redone == 0 else None
-    if redone and end.pace_s is not None:
+    if redone and end.redone_s is not None and redone == end.repeated_steps:
+        redone_s = end.redone_s
+    elif redone and end.pace_s is not None:
         redone_s = redone * end.pace_s
     whole = None if lasted is None else lasted + (redone_s or 0.0)
     if redone_s and lasted is not None and redone:
@@ -239,6 +245,9 @@ def _evidence(
         yield Fact("exception", message)
         yield Fact("traceback", "in the stderr of the rank; its event is not in these logs")
     step, at = integer(ended or raised, "last_step"), None
+    if ended and step is not None:
+        yield Fact("last step", last_step_before(ended, restart.at_s))
+        step = None
     if step is None and restart.rank in restart.lost:
         step, at = last_step_of(scene, restart.attempt, restart.rank)
     if step is not None:
@@ -281,11 +290,11 @@ def _action(scene: Scene, restart: InProcessRestart) -> Iterator[str]:
     for each in restart.replaced:
         yield how_replaced(each)
     if restart.lost:
-        yield f"went on without {many_ranks(restart.lost)}" + (
-            f" and {restart.lost_count - len(restart.lost)} more"
-            if restart.lost_count > len(restart.lost)
-            else ""
-        )
+        more = restart.lost_count - len(restart.lost)
+        lost = many_ranks(restart.lost) + (f" and {more} more" if more > 0 else "")
+        before, size = scene.world_size(restart.attempt), restart.world_size
+        on = f", with {size} of {count(before, 'worker')}" if before and size else ""
+        yield f"went on without {lost}{on}"
         yield f"no new process took the place: {ladder.why_not_replaced(scene, restart)}"
     for sent in restart.states:
         yield (
@@ -337,37 +346,19 @@ def _redone(scene: Scene, event: Record, later: int | None) -> int | None:
 
 
 def _end_of_attempt(scene: Scene, attempt: int) -> _AttemptEnd:
-    accounts = _accounts(scene, attempt)
-    paces = [pace for account in accounts if (pace := _pace(account)) is not None]
+    accounts = accounts_of(scene, attempt)
+    redone = [
+        sum(row_seconds(each, row) for row in REPEATED) for each in accounts if _repeated(each)
+    ]
     made = [each for event in scene.named("attempt.ended", attempt) for each in steps(event)]
     reached = [each.last_step for each in made if each.last_step is not None]
     return _AttemptEnd(
+        redone_s=sum(redone) / len(redone) if redone else None,
         repeated_steps=max(map(_repeated, accounts), default=None),
         last_step=max(reached, default=None),
-        pace_s=sum(paces) / len(paces) if paces else None,
+        pace_s=step_s(scene, attempt),
     )
 
 
-def _pace(account: Record) -> float | None:
-    spent, counts = account.get("seconds"), account.get("counts")
-    if not isinstance(spent, dict) or not isinstance(counts, dict):
-        return None
-    rows = (STEPS, REPEATED_STEPS)
-    number = sum(integer(counts, row) or 0 for row in rows)
-    return sum(real(spent, row) or 0.0 for row in rows) / number if number else None
-
-
 def _repeated(account: Record) -> int:
-    counts = account.get("counts")
-    return sum(integer(counts, row) or 0 for row in REPEATED) if isinstance(counts, dict) else 0
-
-
-def _accounts(scene: Scene, attempt: int) -> list[Record]:
-    """Return the last accounts of an attempt."""
-    found: dict[str, Record] = {}
-    for name in ("worker.accounts", "attempt.ended"):
-        for event in scene.named(name, attempt):
-            by_rank = event.get("accounts")
-            if isinstance(by_rank, dict):
-                found |= {rank: a for rank, a in by_rank.items() if isinstance(a, dict)}
-    return list(found.values())
+    return sum(row_count(account, row) for row in REPEATED)

@@ -42,21 +42,30 @@ def refusals(
             Refusal(2, "no process is replaced after the wrapper gave up"),
         ]
     else:
-        found = [Refusal(1, _not_in_process(event)), Refusal(2, _not_replaced(scene, event))]
+        found = [
+            Refusal(1, _not_in_process(failure, event)),
+            Refusal(2, _not_replaced(scene, event)),
+        ]
     if rung in (None, 5) and not failure.is_host_lost:
         found.append(Refusal(3, why_not_restarted(scene)))
     return tuple(each for each in found if each.reason)
 
 
-def _not_in_process(event: Record) -> str:
+def _not_in_process(failure: Failure, event: Record) -> str:
     if not event:
         return "the failure is not one of a function call"
     wrapped = event.get("wrapped")
+    if wrapped is not None and text(event, "traceback") is None:
+        return f"the process of rank {failure.rank} had ended"
+    if failure.timer is not None and (wrapped is True or failure.timer.heartbeat):
+        return f"regrow had to end the process of rank {failure.rank}"
     if wrapped is False:
         return _NO_WRAPPER
     if wrapped is True and "RestartAbort" in (text(event, "traceback") or ""):
         return "the wrapper had given up (RestartAbort, see the traceback)"
-    return "the process had ended" if wrapped is True else _UNKNOWN
+    if wrapped is True:
+        return "the wrapper calls again only after an exception in its function"
+    return _UNKNOWN
 
 
 def _not_replaced(scene: Scene, event: Record) -> str:

@@ -121,9 +121,9 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
         period = real(scene.settings, "heartbeat")
         value = "unknown" if period is None else f"{period:g} s"
         text = (
-            f"a worker counts as hung only {seconds(timer.after_s)} after its last heartbeat:"
-            " shortly before the others would give it up, after three times the period and the"
-            " time-out of an exchange"
+            f"a worker is given up {seconds(timer.after_s)} after its last heartbeat: a little"
+            " less than three times the sum of the period and the time-out of an exchange, which is"
+            " 2 s, or the period less 10 s if that is more"
         )
         yield Held("--heartbeat", value, _length(timeline, "silent"), text)
     elif timer is not None and timer.after_s is not None:
@@ -135,11 +135,15 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
         if bound is not None and _NO_HEARTBEAT.search(failure.what):
             takeover = _length(timeline, "takeover")
             text = f"a host counts as lost {seconds(bound)} after its last heartbeat"
+            earlier = bound - silent
             if takeover > 0:
                 text = (
-                    "another server took over after half of a lease without an answer, and counted"
-                    f" {seconds(bound)} from when the server before could last renew a lease"
+                    "another server took over after half of a lease without an answer; a host"
+                    f" counts as lost after {seconds(bound)}, which it counted from"
+                    f" {seconds(abs(earlier))} {'before' if earlier > 0 else 'after'} that"
                 )
+            elif earlier >= _SHOWN_S:
+                text += f", which came {seconds(earlier)} before the last step"
             yield Held(_KEEP_ALIVE, _keep_alive(scene.settings), takeover + silent, text)
 
 

@@ -80,8 +80,8 @@ _HEADINGS = {"membership": "Change", "stop": "Stop"}
 
 _BEGUN = {
     "node": ("no sign of training after", "the loss was noticed"),
-    "hang": ("silent from", "regrow noticed it"),
-    "heartbeat": ("silent from", "regrow noticed it"),
+    "hang": ("silent from", "given up"),
+    "heartbeat": ("silent from", "given up"),
 }
 """By cause, what a failure began with, and what ended the time in which regrow could not know."""
 
@@ -190,13 +190,15 @@ def _cost(each: Explanation) -> Iterator[str]:
     cost = each.cost
     redone = f", {seconds(cost.redone_s)} of them to redo steps" if cost.redone_s else ""
     until = f" until the workers ran; then unknown: {cost.why_unknown}" if cost.why_unknown else ""
-    yield from _row("time", f"{_known(cost.seconds)}{redone}{until}")
+    on = ": the workers ran on" if each.cause == "server" and cost.seconds == 0 else ""
+    yield from _row("time", f"{_known(cost.seconds)}{redone}{until}{on}")
     yield from _row("steps", _steps(each))
     buckets = {bucket: s for bucket, s in cost.buckets.items() if s >= _SHOWN_S}
     parts = "; by the buckets of `regrow goodput`:" if buckets else ""
     yield from _row("worker-time", f"{worker_time(cost)}{parts}")
     for bucket, s in buckets.items():
-        yield f"    {title(bucket):<{_BUCKET}} {seconds(s):>9}  {MEANINGS.get(bucket, '')}"
+        meaning = MEANINGS.get(bucket, "a phase of the script that was cut off")
+        yield f"    {title(bucket):<{_BUCKET}} {seconds(s):>9}  {meaning}"
 
 
 def _steps(each: Explanation) -> str:

@@ -10,7 +10,6 @@ from regrow.events.evidence import Record, integer, integers, real, text
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, worker
 
-HUNG = "it fell silent"
 _MOST_LINES = 8
 _LONGEST = 120  # characters of a later failure
 _MOST_CONSEQUENCES = 2
@@ -19,6 +18,11 @@ _MOST_CONSEQUENCES = 2
 def noticed(scene: Scene, failure: Failure) -> str:
     """Return what the other hosts learned of a host that was lost or left, as a clause."""
     return "its notice arrived" if scene.has_left(failure) else "the loss was noticed"
+
+
+def silence_of(failure: Failure) -> str:
+    """Return the begin of the silence of a rank that hung, as a clause; else empty."""
+    return f"rank {failure.rank} fell silent" if failure.timer is not None else ""
 
 
 class _Mark(NamedTuple):
@@ -68,11 +72,11 @@ def _compared(failure: Failure) -> list[str]:
     own = failure.timer.compared if failure.timer is not None else ()
     itself = f"rank {failure.rank} "
     found = [line for line in failure.compared or own if not line.startswith(itself)]
-    return [f"when regrow noticed it: {line}" for line in found]
+    return [f"when it was given up: {line}" for line in found]
 
 
 def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]:
-    what = HUNG if failure.timer is not None else "the failure"
+    what = silence_of(failure) or "the failure"
     if failure.is_host_lost:
         begin, what = failure.at_s, noticed(scene, failure)
     marks = _marks(scene, failure.attempt)
@@ -101,7 +105,8 @@ def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]
         if step is None and not scene.story.reports_steps:
             did = "reported no step: the script does not call regrow.step"
         when = relative(last, begin, what) if step is not None else ""
-        when = f", {when}" if when else ""
+        of_them = "the last of them " if len(ranks) > 1 else ""
+        when = f", {of_them}{when}" if when else ""
         inside = f", and {_verb(ranks)} in phase {phase}" if phase else ""
         yield f"{many_ranks(ranks)} {did}{when}{inside}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from regrow._accounts import PENDING
 from regrow.events import Replacement
 from regrow.events.evidence import (
     Record,
@@ -57,7 +58,7 @@ def _cut_short(
     size = scene.world_size(attempt)
     step, log_file = integer(ended, "last_step"), scene.log_file(new.rank, attempt)
     facts = [*facts_of_end(ended)]
-    facts += [Fact("last step", f"step {step}")] if step is not None else []
+    facts += [Fact("last step", last_step_before(ended, begin))] if step is not None else []
     facts += [Fact("log file", log_file)] if log_file else []
     left = new.restarts_left
     rest = "" if left is None else f"; {left or 'none'} left"
@@ -88,6 +89,14 @@ def _cut_short(
             restarts_left=left,
         ),
     )
+
+
+def last_step_before(ended: Record, begin: float | None) -> str:
+    """Return the last step of a process that ended, and how long that was before its end."""
+    account = ended.get("account")
+    is_step = isinstance(account, dict) and account.get("open") == PENDING
+    at = real(account, "since_monotonic") if isinstance(account, dict) and is_step else None
+    return ", ".join(filter(None, [f"step {integer(ended, 'last_step')}", relative(at, begin)]))
 
 
 def facts_of_end(ended: Record) -> Iterator[Fact]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from regrow.events import Failure, Story, story
@@ -20,7 +20,7 @@ from regrow.events.evidence import (
     strings,
     text,
 )
-from regrow.ledger import REDONE, Session, Span
+from regrow.ledger import REDONE, Session, Span, is_phase
 
 
 class LostTime(NamedTuple):
@@ -60,7 +60,7 @@ class Scene:
     """The events of all hosts, by time."""
     story: Story
     spans: Mapping[int, Sequence[Span]]
-    """The spans of the ledger in this run, by attempt; -1 between the runs of the job."""
+    """The spans of the ledger in this run, by attempt, on its clock; -1 between the runs."""
     requeued_after_s: float | None
     """Seconds from the end of this run to the next one of the same job; None if there is none."""
     workers: int
@@ -192,6 +192,11 @@ class Scene:
         day = self.story.started_at
         return None if at is None or day is None else day + at
 
+    @property
+    def has_several_hosts(self) -> bool:
+        """Return whether the job may have workers on several hosts."""
+        return self.first("job.started").get("nnodes") not in (None, 1, "1")
+
     def world_size(self, attempt: int | None) -> int | None:
         """Return the number of workers in an attempt."""
         return integer(self.first("attempt.started", attempt), "world_size")
@@ -218,7 +223,7 @@ class Scene:
             parts = [(attempt, _OF_AN_END | _OF_A_JOB_END), (-1, _BETWEEN_RUNS)]
         else:
             parts = [(attempt, _OF_AN_END), (following, _OF_A_START)]
-        since, before_s = self.wall(begin), 0.0
+        before_s = 0.0
         found: dict[str, float] = {}
         workers: dict[int, set[tuple[str, int]]] = {number: set() for number, _ in parts}
         redone: dict[tuple[str, int], float] = {}  # by worker of the next attempt
@@ -229,6 +234,8 @@ class Scene:
                 if number == following:
                     more = set() if worker in redone else _OF_A_KEPT_START
                     left = most_redone_s - redone.setdefault(worker, 0.0)
+                elif len(span.seconds) == 1:
+                    more = {bucket for bucket in span.seconds if is_phase(bucket)}  # was cut off
                 own = {b: s for b, s in span.seconds.items() if s > 0 and b in wanted | more}
                 if number == following and REDONE in own:
                     own[REDONE] = min(own[REDONE], left)
@@ -237,7 +244,7 @@ class Scene:
                     continue
                 workers[number].add(worker)
                 lost = sum(own.values())  # the last part of the span
-                after = lost if since is None else min(max(span.end - since, 0.0), lost)
+                after = lost if begin is None else min(max(span.end - begin, 0.0), lost)
                 counted = lost if unfinished else after
                 before_s += counted - after
                 for bucket, s in own.items():
@@ -289,11 +296,18 @@ def _scene(number: int, session: Session, later: Session | None, spans: list[Spa
         name = text(event, "name")
         for attempt in {None, integer(event, "attempt")}:
             index.setdefault((name, attempt), []).append(event)
+    derived = story(own)
+    delays = {  # from the time of day of each host to the clock of this run
+        text(event, "host"): _at(event) - time
+        for event in index.get(("regrow.job.started", None), [])
+        if (time := real(event, "time")) is not None
+    }
     by_attempt: dict[int, list[Span]] = {}
     for span in spans:
         if session.begin - 1 <= span.start <= session.end:
-            by_attempt.setdefault(span.attempt, []).append(span)
-    derived = story(own)
+            delay = delays.get(span.host, -(derived.started_at or 0.0))
+            moved_span = replace(span, start=span.start + delay, end=span.end + delay)
+            by_attempt.setdefault(span.attempt, []).append(moved_span)
     failed: dict[str, list[int]] = {}
     for failure in derived.failures:
         failed.setdefault(failure.what, []).append(failure.attempt)

@@ -44,8 +44,11 @@ class NodeAttempt:
 
     @property
     def hung(self) -> bool:
-        """Whether a timer or a heartbeat has expired."""
-        return any(text(e, "name") in _HANGS for e in self.events)
+        """Whether ranks waited in vain: a timer or a heartbeat has expired, or a host was lost."""
+        return any(
+            text(e, "name") in _HANGS or (text(e, "name") in _OVER and e.get("lost") is True)
+            for e in self.events
+        )
 
     def reporters(self) -> set[int]:
         """Return the local ranks that have reported a step."""
@@ -74,7 +77,8 @@ class NodeAttempt:
 
 
 _STEPS = {rows.STEPS, rows.REPEATED_STEPS, rows.FIRST_STEP, rows.FIRST_REPEATED_STEP}
-_HANGS = {"regrow.timer.expired", "regrow.heartbeat.failed"}
+_HANGS = {"regrow.timer.expired", "regrow.heartbeat.failed", "regrow.lease.over"}
+_OVER = {"regrow.round.ended", "regrow.round.judged"}
 
 
 def reading(value: object) -> rows.Reading | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from regrow import _accounts as rows
 from regrow.events.evidence import integer, real, text
@@ -54,7 +55,7 @@ class Known:
     reached: Mapping[int, int | None] = field(default_factory=dict)
     """Highest step of the job before each attempt of the run."""
     hung: frozenset[int] = frozenset()
-    """The attempts that a timer or a heartbeat has ended, on any node."""
+    """The attempts in which ranks waited for one that hung, or for a host that was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,10 @@ class _Builder:
         forming = buckets.WAITING_FOR_NODES if attempt < 0 else buckets.MEETING
         self._all(attempt, start, paused, buckets.RESTART)
         self._all(attempt, paused, met, forming)
-        self._all(attempt, met, end, buckets.STARTUP_PROCESSES)
+        ranks, kept = (list_of(following.started, key) for key in ("ranks", "kept"))
+        for local_rank, rank in zip_longest(range(self.run.workers), ranks[: self.run.workers]):
+            bucket = buckets.RESTART if rank in kept else buckets.STARTUP_PROCESSES
+            self._add(local_rank, attempt, met, end, {bucket: end - met})
 
     def after(self, start: float, attempt: int) -> None:
         """Add the time after the last attempt."""

@@ -7,7 +7,8 @@ and when the process was gone. Four cases need a rule:
 - **The first step of a process** has the startup before it: imports, compilation, the first batch.
   It counts as long as the mean of the other steps of the process. The rest is startup.
 - **The time after the last step** is `finishing` if the attempt succeeded, else `unfinished`. If a
-  timer or a heartbeat has expired, the worker hung: what exceeds one mean step is `detection`.
+  timer or a heartbeat has expired, or a host was lost, the worker hung or waited: what exceeds one
+  mean step is `detection`.
 - **A mark after the failure**: a worker that continues, because it has not noticed the failure yet,
   does not wait for the detection. So its account counts up to its last mark.
 - **Steps that an agent could not know of** (a requeued job, a host that joined late) are split by
@@ -39,7 +40,7 @@ class ProcessEnd:
     succeeded: bool = False
     """Whether the time after the last step belongs to the work."""
     hung: bool = False
-    """Whether a timer or a heartbeat has detected the failure."""
+    """Whether the worker hung, or waited for one that did or for a host that was lost."""
     known: bool = True
     """Whether the account is complete up to `failed`; False if the agent was killed."""
 
@@ -72,7 +73,7 @@ def split(
 
     Returns:
         Consecutive parts from `process.start` to `process.end`: the end of each, and its seconds
-        by bucket, whose sum is its length.
+        by bucket, whose sum is its length. A phase that was cut off is a part of its own.
     """
 
     def within(at: float) -> float:
@@ -87,7 +88,8 @@ def split(
     else:
         begun, marked = within(account.opened_monotonic), within(account.since_monotonic)
         worked = max(within(end.failed), marked)
-        spent = _rows(account, marked - begun, worked - marked)
+        cut_off_phase = buckets.is_phase(account.open) and not end.succeeded and end.known
+        spent = _rows(account, marked - begun, 0.0 if cut_off_phase else worked - marked)
         pace = _pace(account)
         before, inside = _first_steps(account, spent, begun - process.start, pace)
         before[startup] = before.pop(buckets.STARTUP_SCRIPT)
@@ -110,6 +112,8 @@ def split(
             each[buckets.REDONE] += each[buckets.PRODUCTIVE] * share
             each[buckets.PRODUCTIVE] *= 1 - share
         parts = [(begun, before), (worked, inside)]
+        if cut_off_phase:
+            parts[1:] = [(marked, inside), (worked, {account.open: worked - marked})]
     detected = max(within(end.detected), worked)
     parts += [(detected, {buckets.DETECTION: detected - worked})]
     after = buckets.STOPPING if end.known else buckets.UNKNOWN
