@@ -10,8 +10,9 @@ row, and may open another one. So the rows partition the time since the first ma
 adds the time since the last mark to the open row. Outside of phases the row PENDING is open. It is
 not stored: it is the time that no other row has. Only the next step shows what that time was:
 `step` moves it to STEPS if no worker of the job has reached that number before, else to
-REPEATED_STEPS. The first step after a start goes to rows of its own, because it includes the
-startup.
+REPEATED_STEPS, and the phases since the step before to REPEATED_PHASES. The first step after a
+start goes to rows of its own, because it includes the startup; its phases stay, because the script
+loads in them.
 
 Phases may be nested: the time of the inner one counts for it alone. `PHASES` names are kept; the
 time of further ones goes to OTHER. Only marks of the main thread count, because the account
@@ -48,15 +49,16 @@ DETECTION = "detection"  # parts of in-process restarts: from the fault until th
 STOPPING = "stopping"  # until its function had ended
 MEETING = "meeting"  # until all ranks met
 RESTART = "restart"  # until the function was called again
+REPEATED_PHASES = "repeated_phases"  # of all but the first repeated step
 OTHER = "phase:other"
 PHASE = "phase:"
 """Prefix of the rows of phases."""
 _FIXED = (
     *(PENDING, STEPS, REPEATED_STEPS, FIRST_STEP, FIRST_REPEATED_STEP, STARTUP, UNFINISHED),
-    *(DETECTION, STOPPING, MEETING, RESTART, OTHER),
+    *(DETECTION, STOPPING, MEETING, RESTART, REPEATED_PHASES, OTHER),
 )
 _PENDING, _STEPS, _REPEATED, _FIRST, _FIRST_REPEATED, _STARTUP, _UNFINISHED = range(7)
-_OTHER = _FIXED.index(OTHER)
+_OTHER, _REPEATED_PHASES = map(_FIXED.index, (OTHER, REPEATED_PHASES))
 _NAMED = len(_FIXED)
 _ROWS = _NAMED + PHASES
 _DETECTION, _STOPPING, _MEETING, _RESTART = map(
@@ -90,6 +92,7 @@ class Account:
         "open",
         "outer",
         "pending",
+        "phases",
         "rows",
         "since",
         "spent",
@@ -107,6 +110,7 @@ class Account:
         self.thread = threading.main_thread().ident
         self.spent, self.counts = [0.0] * _ROWS, [0] * _ROWS  # quicker to read than the memory
         self.pending = 0.0
+        self.phases: dict[int, float] = {}  # seconds since the last step, by row
         self.open = _PENDING
         self.since = monotonic()
         owner = self.numbers[_OWNER]
@@ -133,12 +137,18 @@ class Account:
         if row == _PENDING:
             pending += now - self.since
         else:
-            self._add(row, now - self.since)
+            self._add_phase(row, now - self.since)
         if step > self.highest:
             self.highest = self.numbers[_HIGHEST] = step
             to = self.new
         else:
             to = self.again
+        if self.phases:
+            if to == _REPEATED:
+                for row, seconds in self.phases.items():
+                    self._add(row, -seconds)
+                    self._add(_REPEATED_PHASES, seconds)
+            self.phases.clear()
         spent, counts = self.spent, self.counts
         spent[to] = self.times[_SECONDS + to] = spent[to] + pending
         counts[to] = self.numbers[_COUNTS + to] = counts[to] + 1
@@ -161,6 +171,7 @@ class Account:
             self.pending += now - self.since
         else:  # an interrupt came between a phase and its `with`
             self._add(self.open, now - self.since)
+        self.phases.clear()
         lengths, before = dict.fromkeys(_PARTS.values(), 0.0), 0.0
         for part, row in _PARTS.items():
             end = max(ends.get(part, before), before)
@@ -196,6 +207,10 @@ class Account:
     def _add(self, row: int, seconds: float) -> None:
         self.spent[row] = self.times[_SECONDS + row] = self.spent[row] + seconds
 
+    def _add_phase(self, row: int, seconds: float) -> None:
+        self._add(row, seconds)
+        self.phases[row] = self.phases.get(row, 0.0) + seconds
+
     def _begin_start(self) -> None:
         self.new, self.again = _FIRST, _FIRST_REPEATED
         self.numbers[_STARTING] = 1
@@ -220,7 +235,7 @@ class OpenPhase:
         if before == _PENDING:
             account.pending += now - account.since
         else:
-            account._add(before, now - account.since)
+            account._add_phase(before, now - account.since)
         account.times[_SINCE] = account.since = now
         account.numbers[_OPEN] = account.open = self._row
         account.outer.append(before)
@@ -230,7 +245,9 @@ class OpenPhase:
         if get_ident() != account.thread or not account.outer:
             return
         now, row, times, spent = monotonic(), account.open, account.times, account.spent
-        spent[row] = times[_SECONDS + row] = spent[row] + now - account.since
+        seconds, phases = now - account.since, account.phases
+        spent[row] = times[_SECONDS + row] = spent[row] + seconds
+        phases[row] = phases[row] + seconds if row in phases else seconds
         times[_SINCE] = account.since = now
         account.numbers[_OPEN] = account.open = account.outer.pop()
 

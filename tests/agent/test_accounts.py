@@ -95,8 +95,25 @@ for n in (1, 2, 3, 2, 3, 4):
 """,
     )
     assert account.counts == {"first_step": 1, "steps": 3, "repeated_steps": 2}
-    assert account.seconds["phase:data"] >= 6 * SLEEP
+    assert account.seconds["phase:data"] >= 4 * SLEEP
+    assert account.seconds["repeated_phases"] >= 2 * SLEEP
     assert (account.highest_step, account.starting, account.open) == (4, False, "pending")
+    assert partitions(account)
+
+
+def test_a_phase_around_all_steps_is_redone_with_them(page: WorkerReports) -> None:
+    script = """
+with regrow.phase("epoch"):
+    for n in (1, 2, 1, 2):
+        sleep()
+        with regrow.phase("data"):
+            sleep()
+        regrow.step(n)
+"""
+    account = account_after(page, script)
+    assert account.seconds["repeated_phases"] >= 4 * SLEEP
+    assert account.seconds["phase:epoch"] >= 2 * SLEEP
+    assert account.seconds["phase:data"] >= 2 * SLEEP
     assert partitions(account)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def expected(notes: list[dict[str, Any]], ends: dict[str, float]) -> dict[str, l
         if bucket == "step":
             bucket = "productive" if each["new"] else "redone"
         if "since" in each:
-            bucket = "phase:wait" if bucket == "wait" else bucket
+            bucket = "unfinished" if bucket == "wait" else bucket  # a phase that was cut off
             end = min(at for at in ends.values() if at > each["since"])
             longest = end - each["since"] - each.get("phases", 0)
         found[bucket][0] += shortest
@@ -154,7 +154,23 @@ def mark_new_steps(notes: list[list[dict[str, Any]]]) -> set[int]:
         ]
         for limit in ("shortest", "longest"):
             first[limit] = sum(each[limit] for each in others) / len(others)
+    _mark_repeated_phases(notes, firsts.values())
     return set(reached.values())
+
+
+def _mark_repeated_phases(
+    notes: list[list[dict[str, Any]]], firsts: Collection[dict[str, Any]]
+) -> None:
+    """Mark the phases of repeated steps as redone, except those before the first step."""
+    for run in notes:
+        since: dict[int, list[dict[str, Any]]] = defaultdict(list)  # the last step of each rank
+        for each in run:
+            if each["what"].startswith("phase:"):
+                since[each["rank"]].append(each)
+            elif each["what"] == "step":
+                is_first = any(each is first for first in firsts)
+                for phase in since.pop(each["rank"], []):
+                    phase["what"] = phase["what"] if each["new"] or is_first else "redone"
 
 
 def wrong(ledger: Ledger, limits: dict[str, list[float]]) -> dict[str, Any]:

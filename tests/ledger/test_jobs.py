@@ -100,13 +100,21 @@ def test_what_exceeds_a_step_before_a_timer_expires_is_detection() -> None:
     assert seconds(only(log)) == parts
 
 
-def test_a_phase_that_a_kill_ends_is_counted_until_then() -> None:
+def test_a_phase_that_a_kill_ends_is_unfinished() -> None:
     log = Log().start(0)
     log.add(20, "worker.failed", failed_monotonic=70, detected_monotonic=70)
     log.end(20, "FAILED", open="phase:checkpoint").finish(20, "FAILED")
     ledger = only(log)
-    assert seconds(ledger) == {"startup_script": 2, "productive": 10, "phase:checkpoint": 8}
-    assert ledger.effective_training_time_ratio == pytest.approx(18 / 20)
+    assert seconds(ledger) == {"startup_script": 2, "productive": 10, "unfinished": 8}
+    assert ledger.effective_training_time_ratio == pytest.approx(10 / 20)
+
+
+def test_a_rank_that_hangs_in_a_phase_is_not_in_it_until_its_timer_expires() -> None:
+    log = Log().start(0).add(40, "timer.expired")
+    log.add(41, "worker.failed", failed_monotonic=91, detected_monotonic=91)
+    log.end(41, "FAILED", open="phase:data").finish(41, "FAILED")
+    parts = {"startup_script": 2, "productive": 10, "unfinished": 1, "detection": 28}
+    assert seconds(only(log)) == parts
 
 
 def test_the_time_between_two_attempts() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Set
 from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
-from regrow._accounts import REPEATED
+from regrow._accounts import REPEATED, REPEATED_PHASES
 from regrow.events import InProcessRestart
 from regrow.events.evidence import (
     Record,
@@ -347,9 +347,8 @@ def _redone(scene: Scene, event: Record, later: int | None) -> int | None:
 
 def _end_of_attempt(scene: Scene, attempt: int) -> _AttemptEnd:
     accounts = accounts_of(scene, attempt)
-    redone = [
-        sum(row_seconds(each, row) for row in REPEATED) for each in accounts if _repeated(each)
-    ]
+    rows = (*REPEATED, REPEATED_PHASES)
+    redone = [sum(row_seconds(a, row) for row in rows) for a in accounts if _repeated(a)]
     made = [each for event in scene.named("attempt.ended", attempt) for each in steps(event)]
     reached = [each.last_step for each in made if each.last_step is not None]
     return _AttemptEnd(

@@ -197,8 +197,7 @@ def _cost(each: Explanation) -> Iterator[str]:
     parts = "; by the buckets of `regrow goodput`:" if buckets else ""
     yield from _row("worker-time", f"{worker_time(cost)}{parts}")
     for bucket, s in buckets.items():
-        meaning = MEANINGS.get(bucket, "a phase of the script that was cut off")
-        yield f"    {title(bucket):<{_BUCKET}} {seconds(s):>9}  {meaning}"
+        yield f"    {title(bucket):<{_BUCKET}} {seconds(s):>9}  {MEANINGS.get(bucket, '')}"
 
 
 def _steps(each: Explanation) -> str:

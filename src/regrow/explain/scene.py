@@ -20,7 +20,7 @@ from regrow.events.evidence import (
     strings,
     text,
 )
-from regrow.ledger import REDONE, Session, Span, is_phase
+from regrow.ledger import REDONE, Session, Span
 
 
 class LostTime(NamedTuple):
@@ -234,8 +234,6 @@ class Scene:
                 if number == following:
                     more = set() if worker in redone else _OF_A_KEPT_START
                     left = most_redone_s - redone.setdefault(worker, 0.0)
-                elif len(span.seconds) == 1:
-                    more = {bucket for bucket in span.seconds if is_phase(bucket)}  # was cut off
                 own = {b: s for b, s in span.seconds.items() if s > 0 and b in wanted | more}
                 if number == following and REDONE in own:
                     own[REDONE] = min(own[REDONE], left)

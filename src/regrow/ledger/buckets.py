@@ -25,7 +25,7 @@ UNKNOWN: Final = "unknown"
 MEANINGS: Final = {
     PRODUCTIVE: "steps reached for the first time",
     REDONE: "steps that had been done before",
-    UNFINISHED: "steps that a failure or a stop cut off",
+    UNFINISHED: "steps and phases that a failure or a stop cut off",
     STARTUP_PROCESSES: "start of the workers' processes",
     STARTUP_SCRIPT: "imports, up to the first step or phase of the script",
     STARTUP_FIRST_STEP: "up to the first step, less the time of one step",

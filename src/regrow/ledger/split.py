@@ -8,7 +8,7 @@ and when the process was gone. Four cases need a rule:
   It counts as long as the mean of the other steps of the process. The rest is startup.
 - **The time after the last step** is `finishing` if the attempt succeeded, else `unfinished`. If a
   timer or a heartbeat has expired, or a host was lost, the worker hung or waited: what exceeds one
-  mean step is `detection`.
+  mean step is `detection`. A phase that a failure or a stop cut off is treated like a step.
 - **A mark after the failure**: a worker that continues, because it has not noticed the failure yet,
   does not wait for the detection. So its account counts up to its last mark.
 - **Steps that an agent could not know of** (a requeued job, a host that joined late) are split by
@@ -73,7 +73,7 @@ def split(
 
     Returns:
         Consecutive parts from `process.start` to `process.end`: the end of each, and its seconds
-        by bucket, whose sum is its length. A phase that was cut off is a part of its own.
+        by bucket, whose sum is its length.
     """
 
     def within(at: float) -> float:
@@ -88,8 +88,9 @@ def split(
     else:
         begun, marked = within(account.opened_monotonic), within(account.since_monotonic)
         worked = max(within(end.failed), marked)
-        cut_off_phase = buckets.is_phase(account.open) and not end.succeeded and end.known
-        spent = _rows(account, marked - begun, 0.0 if cut_off_phase else worked - marked)
+        is_cut_off = end.known and not end.succeeded and buckets.is_phase(account.open)
+        still_open = rows.PENDING if is_cut_off else account.open
+        spent = _rows(account, marked - begun, still_open, worked - marked)
         pace = _pace(account)
         before, inside = _first_steps(account, spent, begun - process.start, pace)
         before[startup] = before.pop(buckets.STARTUP_SCRIPT)
@@ -112,8 +113,6 @@ def split(
             each[buckets.REDONE] += each[buckets.PRODUCTIVE] * share
             each[buckets.PRODUCTIVE] *= 1 - share
         parts = [(begun, before), (worked, inside)]
-        if cut_off_phase:
-            parts[1:] = [(marked, inside), (worked, {account.open: worked - marked})]
     detected = max(within(end.detected), worked)
     parts += [(detected, {buckets.DETECTION: detected - worked})]
     after = buckets.STOPPING if end.known else buckets.UNKNOWN
@@ -133,7 +132,9 @@ def redone_steps(process: Process, reached: int | None) -> int:
 _NEW_STEPS = (rows.STEPS, rows.FIRST_STEP)
 
 
-def _rows(account: rows.Reading, until_mark: float, since_mark: float) -> dict[str, float]:
+def _rows(
+    account: rows.Reading, until_mark: float, still_open: str, since_mark: float
+) -> dict[str, float]:
     """Return the seconds of the rows, which fill the time from the first mark to the end.
 
     An account that a kill has torn, or that the worker has filled with anything, has too many
@@ -143,7 +144,7 @@ def _rows(account: rows.Reading, until_mark: float, since_mark: float) -> dict[s
     scale = min(1.0, until_mark / total) if total > 0 else 0.0
     spent = defaultdict(float, {row: each * scale for row, each in account.seconds.items()})
     spent[buckets.UNKNOWN] += max(until_mark - total, 0.0)
-    spent[account.open] += since_mark
+    spent[still_open] += since_mark
     return spent
 
 
@@ -183,6 +184,7 @@ def _first_steps(
         inside[buckets.STARTUP_FIRST_STEP] += took - min(step, took)
     inside[buckets.PRODUCTIVE] += spent.get(rows.STEPS, 0.0)
     inside[buckets.REDONE] += spent.get(rows.REPEATED_STEPS, 0.0)
+    inside[buckets.REDONE] += spent.get(rows.REPEATED_PHASES, 0.0)
     inside[buckets.STARTUP_FIRST_STEP] += spent.get(rows.STARTUP, 0.0)
     return before, inside
 
