@@ -120,8 +120,10 @@ def test_a_signal_that_stops_all_agents_is_no_failure_of_the_first_one() -> None
 
 
 COST = [
+    "    detected after   4.0 s      (since its last sign of life)",
     "    restarted after  500 ms     (since this host was notified; all 2 workers started again)",
-    "  500 ms lost: starting 500 ms, redoing steps unknown: the script does not call regrow.step",
+    "  4.5 s lost: detecting 4.0 s, starting 500 ms, redoing steps unknown: the script does not "
+    "call regrow.step",
 ]
 
 

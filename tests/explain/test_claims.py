@@ -12,7 +12,7 @@ import pytest
 
 from helpers.explained.record import STORIES, stories
 from regrow.agent.decisions.decide import QUICK_S, SHARED_BACKOFF_CAP_S, backoff
-from regrow.events import read_events
+from regrow.events import read_events, story
 from regrow.explain import Explanation, Phase, draw, explain, list_of, page
 from regrow.ledger import MEANINGS, title
 
@@ -749,3 +749,14 @@ def test_the_seconds_of_redone_steps_are_those_of_the_accounts(name: str) -> Non
 
 
 _REPEATED = (("first_", ""), ("", "s"))
+
+
+@pytest.mark.parametrize(
+    "name", ["sigstop-heartbeat", "hang-timer", "host-lost", "sigkill", "in-process", "replaced"]
+)
+def test_the_total_of_the_story_is_the_time_of_the_page(name: str) -> None:
+    logs = recorded(name)
+    told = story([event for events in logs.values() for event in events])
+    (found,) = list(explain(logs).values())[-1]
+    assert told.losses is not None
+    assert told.losses.total_s == pytest.approx(found.cost.seconds or 0.0, rel=0.02, abs=0.02)

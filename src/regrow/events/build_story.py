@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from regrow.events import evidence
+from regrow.events import evidence, silences
 from regrow.events.clocks import on_one_clock
 from regrow.events.evidence import (
     Record,
@@ -28,6 +28,7 @@ from regrow.events.evidence import (
 from regrow.events.in_process import NEAR_S, in_process_restarts
 from regrow.events.losses import losses
 from regrow.events.story_types import (
+    Expiry,
     Failure,
     InProcessRestart,
     OtherFailure,
@@ -137,7 +138,12 @@ class _StoryBuilder:
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             servers=_servers(self._sorted(_SERVERS)),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
-            losses=losses([*failures, *moves], in_place, reports_steps=bool(self.with_steps)),
+            losses=losses(
+                [*failures, *moves],
+                in_place,
+                reports_steps=bool(self.with_steps),
+                redone_s=self._redone_s(),
+            ),
             addresses=self.hosts.addresses,
             helpers=(*self._helpers(), *self._chaos()),
             reports_steps=bool(self.with_steps),
@@ -311,8 +317,47 @@ class _StoryBuilder:
             compared=evidence.compared(self.by_name["regrow.timer.compared"], number),
             lost_nodes=lost,
             is_host_lost=is_host_lost,
+            silent_s=self._silent_s(number, root, timer, over if is_host_lost else None, what),
             **self._cost(number, clock, failed),
         )
+
+    def _silent_s(
+        self, number: int, root: Record, timer: Expiry | None, over: Record | None, what: str
+    ) -> float:
+        """Return how long the failed worker or the lost host had been silent.
+
+        Args:
+            number: the attempt.
+            root: the event of the failure.
+            timer: the timer that expired, if one did.
+            over: the end of the round by a lost host, if that is the failure.
+            what: the words for the failure.
+        """
+        steps = [s for s in self.attempts[number].steps if s.last_monotonic is not None]
+        if over is not None:
+            bounds = self._last("regrow.job.started").get("bounds")
+            at, bound = real(over, "monotonic"), None
+            if isinstance(bounds, Mapping):
+                bound = real(bounds, silences.SILENT_HOST)
+            if at is None or over.get("lost") is False:
+                return 0.0  # it left with notice
+            return silences.of_host(what, at, [s.last_monotonic or 0.0 for s in steps], bound)
+        at = real(root, "failed_monotonic")
+        if timer is None or at is None:
+            return 0.0
+        own = [s.last_monotonic for s in steps if s.rank == integer(root, "rank")]
+        return silences.of_worker(timer, at, [*own, self._suspended_at(root, at)])
+
+    def _suspended_at(self, failed: Record, until: float) -> float | None:
+        """Return since when a failed process had been suspended by a signal; None: it was not."""
+        found = [
+            (at, name)
+            for name in ("suspended", "resumed")
+            for event in self.by_name[f"regrow.worker.{name}"]
+            if _same_worker(event, failed) and (at := real(event, "monotonic")) is not None
+        ]
+        at, name = max((each for each in found if each[0] <= until), default=(0.0, ""))
+        return at if name == "suspended" else None
 
     def _cost(self, number: int, clock: str | None, begun: float | None) -> dict[str, Any]:
         """Compute the cost of an attempt's end: fields of both `Failure` and `PlannedRestart`.
@@ -349,6 +394,17 @@ class _StoryBuilder:
             "work_lost": lost,
             "work_lost_s": evidence.seconds_of(lost, attempt.steps),
         }
+
+    def _redone_s(self) -> float | None:
+        """Return the seconds in which steps were done again; None if an account is missing."""
+        total = 0.0
+        for number in self.numbers:
+            found = [evidence.redone_s(event) for event in self.attempts[number].named[_ENDED]]
+            redone = [seconds for event in found for seconds in event or ()]
+            if not found or None in found:
+                return None
+            total += sum(redone) / len(redone) if redone else 0.0
+        return total
 
     def _joined(self, number: int | None) -> tuple[str, ...]:
         """Return the hosts that joined in the round of an attempt."""

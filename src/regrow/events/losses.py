@@ -16,7 +16,11 @@ Restart = Failure | PlannedRestart
 
 
 def losses(
-    restarts: Iterable[Restart], in_place: Sequence[InProcessRestart], *, reports_steps: bool
+    restarts: Iterable[Restart],
+    in_place: Sequence[InProcessRestart],
+    *,
+    reports_steps: bool,
+    redone_s: float | None = None,
 ) -> Losses | None:
     """Return the seconds lost by restarts; None if there was none, or their times are unknown.
 
@@ -24,9 +28,12 @@ def losses(
         restarts: failures and restarts without a failure.
         in_place: the in-process restarts.
         reports_steps: whether the script reports its steps.
+        redone_s: seconds in which steps were done again, also after in-process restarts; None if
+            that is not recorded. Then the pace of the stopped attempts tells, for the restarts of
+            all workers.
     """
     known = [
-        (each.at_s, length, each)
+        (each.at_s - _silent(each), _silent(each) + length, each)
         for each in restarts
         if each.at_s is not None and (length := _length(each)) is not None
     ]
@@ -39,13 +46,20 @@ def losses(
         end = after[0] if after is not None else None
         left = length if end is None else min(length, end - at)
         detected = each.detected_after_s if isinstance(each, Failure) else None
-        detecting += (first := min(detected or 0.0, left))
+        detecting += (first := min(_silent(each) + (detected or 0.0), left))
         pausing += (pause := min(each.backoff_s or 0.0, left - first))
         starting += left - first - pause
     known_steps = reports_steps or not timed
-    redoing = sum(each.work_lost_s or 0.0 for _, _, each in timed) if known_steps else None
+    redoing = None
+    if known_steps:
+        redoing = sum(each.work_lost_s or 0.0 for _, _, each in timed)
+        redoing = redoing if redone_s is None else redone_s
     total = detecting + pausing + starting + (redoing or 0.0) + in_process
     return Losses(total, detecting, pausing, starting, redoing, in_process)
+
+
+def _silent(restart: Restart) -> float:
+    return restart.silent_s if isinstance(restart, Failure) else 0.0
 
 
 def _length(restart: Restart) -> float | None:

@@ -288,6 +288,9 @@ class Failure(RestartCost):
     """Whether the cause is a node that was lost or left; that spends no restart."""
     elsewhere: bool = False
     """The failure happened on another host; the seconds count from this host's notification."""
+    silent_s: float = 0.0
+    """Seconds before `at_s` without a sign of life of the worker that hung, or without a step since
+    a host was lost."""
     noticed_late: bool = False
     """The guardian was suspended when the worker failed.
 
@@ -356,7 +359,7 @@ class Losses:
     total_s: float
     """Sum of the other fields that are known."""
     detecting_s: float
-    """From the failures to their detection."""
+    """From the failures, or the last signs of life before them, to their detection."""
     pausing_s: float
     """Deliberate delays before restarts, which slow down a crash loop."""
     starting_s: float

@@ -15,9 +15,9 @@ from regrow.events.evidence import (
     stopped_with,
     text,
 )
-from regrow.explain import long_settings
+from regrow.events.silences import without_heartbeat_s
 from regrow.explain.explanation import Fact
-from regrow.explain.peers import last_step_of, last_steps, noticed, phase_of, silence_of
+from regrow.explain.peers import last_step_of, noticed, phase_of, silence_of
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
@@ -162,7 +162,7 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     yield Fact("reported by", f"the rendezvous, to {told}" if told else "unknown")
     server = scene.new_server(failure.attempt, failure.restarted_attempt)
     if server is not None and failure.at_s is not None and server.at < failure.at_s:
-        silence = long_settings.silence_of_host(scene, failure, least=True)
+        silence = without_heartbeat_s(failure.what) or 0.0
         since = relative(failure.at_s - silence, server.at, f"host {server.host} took over")
         yield Fact("counted", f"these {seconds(silence)}: by the new server, from {since}")
     own = [at for e in scene.events if text(e, "host") == host and (at := real(e, "monotonic"))]
@@ -216,20 +216,12 @@ def begin_of(scene: Scene, failure: Failure) -> float | None:
 
     For a host that left with notice, when its agent began to stop.
     """
-    timer, at = failure.timer, failure.at_s
+    at = failure.at_s
     if at is not None and scene.has_left(failure):
         host = scene.lost_host(failure.attempt)
         own = [e for e in scene.named("job.stopping", failure.attempt) if text(e, "host") == host]
         return min([at, *(since for e in own if (since := real(e, "monotonic")) is not None)])
-    if failure.is_host_lost and at is not None:
-        longest = long_settings.silence_of_host(scene, failure)
-        steps = [s for s in last_steps(scene, failure.attempt) if at - longest <= s <= at]
-        return max(steps, default=at - long_settings.silence_of_host(scene, failure, least=True))
-    if timer is None or at is None or timer.after_s is None:
-        return at
-    _, last_step = last_step_of(scene, failure.attempt, failure.rank)
-    signs = [at - timer.after_s, last_step, real(suspension_of(scene, failure), "monotonic")]
-    return max(sign for sign in signs if sign is not None and sign <= at)
+    return None if at is None else at - failure.silent_s
 
 
 def suspension_of(scene: Scene, failure: Failure) -> Record:

@@ -6,12 +6,12 @@ named only if the part took about as long as the setting allows, and was a good 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from regrow.events import Failure, InProcessRestart, PlannedRestart
 from regrow.events.evidence import real, short_scope
+from regrow.events.silences import SILENT_HOST, without_heartbeat_s
 from regrow.explain.explanation import Held, Phase
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, seconds
@@ -33,7 +33,6 @@ _DEFAULT = "the default"
 _SHUTDOWN = "--shutdown-timeout"
 _RESTART = "--restart-timeout"
 _KEEP_ALIVE = "--rdzv-conf keep_alive_interval, keep_alive_max_attempt"
-_SILENT_HOST = "a silent host counts as lost"
 
 
 def of_failure(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> tuple[Held, ...]:
@@ -131,8 +130,8 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
         name = f"regrow.expires(after=..., scope={short_scope(timer.scope)!r})"
         yield Held(name, f"{timer.after_s:g} s", _length(timeline, "silent"), text)
     if failure.is_host_lost:
-        bound, silent = real(scene.bounds, _SILENT_HOST), _length(timeline, "silent")
-        if bound is not None and _NO_HEARTBEAT.search(failure.what):
+        bound, silent = real(scene.bounds, SILENT_HOST), _length(timeline, "silent")
+        if bound is not None and without_heartbeat_s(failure.what) is not None:
             takeover = _length(timeline, "takeover")
             text = f"a host counts as lost {seconds(bound)} after its last heartbeat"
             earlier = bound - silent
@@ -145,16 +144,6 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
             elif earlier >= _SHOWN_S:
                 text += f", which came {seconds(earlier)} before the last step"
             yield Held(_KEEP_ALIVE, _keep_alive(scene.settings), takeover + silent, text)
-
-
-def silence_of_host(scene: Scene, failure: Failure, *, least: bool = False) -> float:
-    """Return for how many seconds a lost host had sent nothing: at least, or at most."""
-    found = _NO_HEARTBEAT.search(failure.what)
-    known = float(found[1]) if found is not None else 0.0
-    return known if least else max(known, 2 * (real(scene.bounds, _SILENT_HOST) or 0.0))
-
-
-_NO_HEARTBEAT = re.compile(r"\bno heartbeat arrived for (\d{1,9}(?:\.\d{1,9})?) s")
 
 
 def _keep_alive(settings: Mapping[str, Any]) -> str:
