@@ -63,6 +63,33 @@ def test_each_failure_is_one_line_at_its_time_also_in_a_file(tmp_path: Path) -> 
     assert made.splitlines()[-1].startswith("  "), "the seconds that were lost"
 
 
+ENDS_SLOWLY = """\
+import atexit, os, sys, time
+from pathlib import Path
+
+def end_slowly():
+    Path(sys.argv[1]).touch()
+    time.sleep(100)
+
+if os.environ["RANK"] == "1":
+    atexit.register(end_slowly)
+    raise ValueError("the real cause")
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.005)
+sys.exit(3)
+"""
+
+
+def test_an_exception_is_told_at_once_although_regrow_stopped_the_process(tmp_path: Path) -> None:
+    script = ENDS_SLOWLY.replace("sys.argv[1]", repr(f"{tmp_path}/ends"))
+    code, lines = run(tmp_path, script, "--nproc-per-node=2", "--max-restarts=0")
+    assert code == 1
+    (told,) = (line for line in lines if STAMP.match(line) and " rank 1 on host " in line)
+    assert re.search(
+        r"\(pid \d+\) raised ValueError: the real cause \(train.py:10\); no rest", told
+    )
+
+
 OF_A_TEMPLATE = """\
 import os, time
 time.sleep(2 if os.environ["REGROW_ATTEMPT"] == "0" else 0)
