@@ -263,3 +263,55 @@ def test_in_process_restarts_and_a_replaced_process_are_accounted_for(
     assert (ledger.highest_step, ledger.redone_steps, ledger.attempts) == (12, 6, 1)
     assert ledger.seconds["unknown"] == pytest.approx(0, abs=0.001)
     assert ledger.seconds.keys() > {"detection", "stopping", "meeting", "restart", "phase:wait"}
+
+
+HANG = f"""
+def stop(number, frame):
+    begun = now()
+    time.sleep(1.0)
+    note("stopping", now() - begun, 0)
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+done = 0 if ATTEMPT == 0 else 8
+before = now()
+for n in range(done + 1, done + 9):
+    time.sleep({STEP_S})
+    regrow.step(n)
+    before, length = now(), now() - before
+    note("step", length, length, at=before, attempt=ATTEMPT)
+if ATTEMPT == 0:
+    with regrow.expires(after=1.5 if RANK else 60):
+        time.sleep(60)
+"""
+
+
+def test_a_hang_and_a_slow_stop_of_known_length_are_detection_and_stopping(
+    launch: Launch, tmp_path: Path
+) -> None:
+    truth = tmp_path / "truth"
+    flags = ("--timers", "--max-restarts=1", "--restart-timeout=5")
+    job = launch(MARKS + HANG, *flags, env={"TRUTH": str(truth)})
+    assert job.finish() == 0, job.output
+    (ledger,) = read_ledgers([str(job.log_dir)], print)
+    notes = notes_of(truth)
+    failed = min(e["detected_monotonic"] for e in job.events("worker.failed"))
+    over = min(e["monotonic"] for e in job.events("attempt.ended"))
+    steps = [e for e in notes if e["what"] == "step" and e["attempt"] == 0]
+    last = [max(e["at"] for e in steps if e["rank"] == rank) for rank in (0, 1)]
+    # The first step of a process counts as long as the mean of the others.
+    pace = [
+        sum(e["longest"] for e in steps if e["rank"] == rank and e["at"] > first) / 7
+        for rank in (0, 1)
+        for first in [min(e["at"] for e in steps if e["rank"] == rank)]
+    ]
+    (slow,) = (e["shortest"] for e in notes if e["what"] == "stopping")
+    waited = sum(failed - at - step for at, step in zip(last, pace, strict=True))
+    limits = {
+        "detection": [waited, waited],
+        "unfinished": [sum(pace), sum(pace)],
+        "stopping": [2 * slow, 2 * (over - failed)],
+        "productive": [16 * STEP_S * 2 * 0.98, 16 * sum(pace)],
+    }
+    assert waited > 2 * 1.3
+    assert wrong(ledger, limits) == {}, ledger.to_json()
