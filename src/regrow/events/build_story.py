@@ -341,8 +341,10 @@ class _StoryBuilder:
                 bound = real(bounds, silences.SILENT_HOST)
             if at is None or over.get("lost") is False:
                 return 0.0  # it left with notice
-            return silences.of_host(what, at, [s.last_monotonic or 0.0 for s in steps], bound)
-        at = real(root, "failed_monotonic")
+            return silences.of_words(what, at, [s.last_monotonic or 0.0 for s in steps], bound)
+        at, told = real(root, "failed_monotonic"), real(root, "told_monotonic")
+        if told is not None and silences.without_heartbeat_s(what) is not None:
+            return silences.of_words(what, told, [s.last_monotonic or 0.0 for s in steps])
         if timer is None or at is None:
             return 0.0
         own = [s.last_monotonic for s in steps if s.rank == integer(root, "rank")]

@@ -9,21 +9,24 @@ from regrow.events.story_types import Expiry
 
 SILENT_HOST = "a silent host counts as lost"
 """Name of that time limit among those that a job records."""
-_NO_HEARTBEAT = re.compile(r"\bno heartbeat arrived for (\d{1,9}(?:\.\d{1,9})?) s")
+_NO_HEARTBEAT = re.compile(
+    r"\bno heartbeat (?:arrived )?for (\d{1,9}(?:\.\d{1,9})?) s"
+    r"|\btimer .{1,99} of (\d{1,9}(?:\.\d{1,9})?) s was exceeded"
+)
 
 
 def without_heartbeat_s(what: str) -> float | None:
-    """Return the seconds without a heartbeat in the words for a lost host; None for others."""
+    """Return the seconds of silence in the words for a lost host, or a worker that hung."""
     found = _NO_HEARTBEAT.search(what)
-    return None if found is None else float(found[1])
+    return None if found is None else float(found[1] or found[2])
 
 
-def of_host(what: str, at: float, steps: Iterable[float], bound: float | None) -> float:
-    """Return the seconds before a host was known to be lost, in which no rank made a step.
+def of_words(what: str, at: float, steps: Iterable[float], bound: float | None = None) -> float:
+    """Return the seconds before a lost host or a hang elsewhere was known, without a step here.
 
     Args:
-        what: the words for the lost host.
-        at: when the loss was known.
+        what: the words for the lost host, or for the worker that hung on another host.
+        at: when that was known here.
         steps: the last step of each rank.
         bound: the time limit `SILENT_HOST`. After a takeover of the server it counts once more.
     """

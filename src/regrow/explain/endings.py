@@ -8,7 +8,7 @@ from regrow.events import Failure, ServerEnd
 from regrow.events.evidence import Record, integer, real, since, steps, text
 from regrow.explain import long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
-from regrow.explain.findings import begin_of, lease_over
+from regrow.explain.findings import begin_of, last_event_of, lease_over
 from regrow.explain.peers import last_step_of, last_steps, what_peers_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, many_ranks, relative, seconds
@@ -99,7 +99,7 @@ def _timeline(scene: Scene, at: float, ended: float, lost_at: float | None) -> I
 def _refusals(scene: Scene) -> tuple[Refusal, ...]:
     if scene.story.state != "ERROR" or not scene.named("rendezvous.lost"):
         return ()
-    over = "the workers of a host that is cut off are killed"
+    over = "a host without an answer from the rendezvous kills its workers"
     known = any((integer(e, "may_lose") or 0) > 0 for e in scene.named("rendezvous.servers"))
     needs = "" if known else "; that needs three hosts, or a witness (--rdzv-conf witness=DIR)"
     return (
@@ -123,10 +123,14 @@ def _title(scene: Scene, stopping: Record) -> str:
     if story.state == "STOPPED":
         return story.reason or "all ranks stopped at the same step"
     if lost := scene.first("rendezvous.lost"):
-        address = scene.story.servers[-1] if scene.story.servers else None
-        why = text(lost, "why") if address is None else f"host {scene.host_at(address)} served it"
-        return f"{_LOST}: {why}"
+        host = _server_host(scene)
+        return f"{_LOST}: {text(lost, 'why') if host is None else f'host {host} served it'}"
     return f"an error ended the job: {story.reason}"
+
+
+def _server_host(scene: Scene) -> str | None:
+    """Return the host that served the rendezvous last; None if that is not recorded."""
+    return scene.host_at(scene.story.servers[-1]) if scene.story.servers else None
 
 
 def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[Fact]:
@@ -135,6 +139,8 @@ def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[
         if lost.is_host_lost:
             yield Fact("first", lost.what)
         yield from lease_over(scene, lost.attempt)
+        if (host := _server_host(scene)) is not None:
+            yield from last_event_of(scene, host, lost.at_s, "the lease was over")
         step, at = last_step_of(scene, lost.attempt, lost.rank)
         if step is not None:
             when = relative(at, lost.at_s, "the lease was over")

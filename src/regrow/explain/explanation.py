@@ -95,8 +95,8 @@ class Cost:
     """Number of workers whose seconds these are: those whose time is recorded."""
     all_workers: int | None = None
     """Number of workers of the job then."""
-    is_part_time: bool = False
-    """Whether some of them joined or left in that time."""
+    which: str = ""
+    """Which workers these are, if some left or joined meanwhile; a clause."""
     buckets: Mapping[str, float] = field(default_factory=dict)
     """The worker-seconds by bucket of the ledger, biggest first; empty if only the sum is known."""
     why_unknown: str = ""

@@ -234,7 +234,7 @@ def _until_known(
         if server is not None and server.at < at:
             yield "takeover", server.at, "until another server took over"
         broke = ended.what.endswith("its connection broke")
-        waited = "no new step; its agent could reconnect"
+        waited = "no new step; waited for its agent"
         yield "silent", at, waited if broke else "no new step; the loss was not known yet"
 
 
@@ -267,7 +267,7 @@ def _cost(
         before_s=lost.before_s,
         workers=lost.workers,
         all_workers=lost.all_workers,
-        is_part_time=lost.workers == lost.all_workers and _has_changed(scene, ended),
+        which=_which(scene, ended) if lost.workers == lost.all_workers else "",
         buckets=lost.seconds,
         restarts=1 if spends else 0,
         restarts_left=_restarts_left(scene, ended.attempt, charged=bool(spends)),
@@ -275,9 +275,9 @@ def _cost(
     )
 
 
-def _has_changed(scene: Scene, ended: Failure | PlannedRestart) -> bool:
+def _which(scene: Scene, ended: Failure | PlannedRestart) -> str:
     before, after = (scene.world_size(n) for n in (ended.attempt, ended.restarted_attempt))
-    return None not in (before, after) and before != after
+    return "" if None in (before, after) or before == after else ", each while it was in the job"
 
 
 def _why_unknown(scene: Scene) -> str:

@@ -165,13 +165,9 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
         silence = without_heartbeat_s(failure.what) or 0.0
         since = relative(failure.at_s - silence, server.at, f"host {server.host} took over")
         yield Fact("counted", f"these {seconds(silence)}: by the new server, from {since}")
-    own = [at for e in scene.events if text(e, "host") == host and (at := real(e, "monotonic"))]
-    before = [at for at in own if failure.at_s is None or at <= failure.at_s]
     what, has_left = noticed(scene, failure), scene.has_left(failure)
-    if before and not has_left:
-        when = relative(before[-1], failure.at_s, what)
-        ends = "" if len(own) > len(before) else "; the log ends there"
-        yield Fact("last event", f"in the log of host {host}: {when}{ends}")
+    if not has_left:
+        yield from last_event_of(scene, host, failure.at_s, what)
     if ranks := scene.ranks_of(host, failure.attempt):
         yield Fact("left with it" if has_left else "lost with it", many_ranks(ranks))
     found = (last_step_of(scene, failure.attempt, rank) for rank in ranks)
@@ -189,6 +185,16 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     yield from lease_over(scene, failure.attempt)
 
 
+def last_event_of(scene: Scene, host: str | None, at: float | None, what: str) -> Iterator[Fact]:
+    """Yield when a host wrote its last event before `at`, which is the time of `what`."""
+    own = [real(event, "monotonic") for event in scene.events if text(event, "host") == host]
+    before = [each for each in own if each is not None and (at is None or each <= at)]
+    if before:
+        ends = "" if len(own) > len(before) else "; the log ends there"
+        when = relative(before[-1], at, what)
+        yield Fact("last event", f"in the log of host {host}: {when}{ends}")
+
+
 def ended_by_lease(scene: Scene, failure: Failure) -> bool:
     """Return whether the guardian killed a worker because the lease of its host had ended."""
     hosts = {text(event, "host") for event in scene.named("lease.over", failure.attempt)}
@@ -201,7 +207,8 @@ def lease_over(scene: Scene, attempt: int) -> Iterator[Fact]:
         host, workers = text(event, "host"), integer(event, "workers")
         ranks = scene.ranks_of(host, attempt)
         killed = many_ranks(ranks) if len(ranks) == workers else count(workers, "worker")
-        yield Fact("lease over", f"host {host} was cut off, and its guardian killed {killed}")
+        what = f"host {host} got no answer from the rendezvous, and its guardian killed {killed}"
+        yield Fact("lease over", what)
 
 
 def _same_before(scene: Scene, failure: Failure) -> str:

@@ -172,6 +172,7 @@ def _explained(
             worker_seconds=None if whole is None or size is None else whole * size,
             workers=size,
             all_workers=size,
+            which=" that went on" if restart.lost else "",
             restarts=len(restart.replaced),
             restarts_left=_restarts_left(restart),
         ),
@@ -294,7 +295,7 @@ def _action(scene: Scene, restart: InProcessRestart) -> Iterator[str]:
         lost = many_ranks(restart.lost) + (f" and {more} more" if more > 0 else "")
         before, size = scene.world_size(restart.attempt), restart.world_size
         on = f", with {size} of {count(before, 'worker')}" if before and size else ""
-        yield f"went on without {lost}{on}"
+        yield f"went on without {lost}{on}; `regrow goodput` has the rest of the cost: lost ranks"
         yield f"no new process took the place: {ladder.why_not_replaced(scene, restart)}"
     for sent in restart.states:
         yield (

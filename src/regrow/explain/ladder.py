@@ -15,7 +15,8 @@ from regrow.explain.explanation import Refusal
 from regrow.explain.scene import Scene
 
 _UNKNOWN = "unknown: the log of its host was not given, or an older release wrote it"
-_NO_WRAPPER = "the worker was not in a function with regrow.inprocess.Wrapper"
+_WRAPPED = "function with regrow.inprocess.Wrapper"
+_NO_WRAPPER = f"the worker was not in a {_WRAPPED}"
 
 
 def refusals(
@@ -56,7 +57,8 @@ def _not_in_process(failure: Failure, event: Record) -> str:
         return "the failure is not one of a function call"
     wrapped = event.get("wrapped")
     if wrapped is not None and text(event, "traceback") is None:
-        return f"the process of rank {failure.rank} had ended"
+        ended = f"the process of rank {failure.rank} had ended"
+        return ended if wrapped else f"{ended}, and the other ranks were in no {_WRAPPED}"
     if failure.timer is not None and (wrapped is True or failure.timer.heartbeat):
         return f"regrow had to end the process of rank {failure.rank}"
     if wrapped is False:

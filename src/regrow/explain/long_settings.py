@@ -63,7 +63,7 @@ def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tup
     found = [*_stop(scene, attempt, timeline, _SHUTDOWN, signal, grace)]
     if (silent := _length(timeline, "silent")) > 0:
         lease = real(scene.bounds, LEASE)
-        text = "the workers of a cut-off host run until its lease ends,"
+        text = "the workers of a host without an answer run until its lease ends,"
         text += f" {seconds(lease)} after the last answer"
         if lease is not None and lease - silent >= _SHOWN_S:
             text += f", which came {seconds(lease - silent)} before the last step"

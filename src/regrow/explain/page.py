@@ -219,11 +219,10 @@ def worker_time(cost: Cost) -> str:
     hours = cost.worker_hours
     about = f"{hours:.1f}" if hours >= 1 else f"{hours:.2g}" if hours >= 0.001 else "below 0.001"
     known, every = cost.workers, cost.all_workers
-    whose = f"all {known} workers together" if known and known > 1 else "all workers together"
+    together = cost.which or " together"
+    whose = f"all {known} workers{together}" if known and known > 1 else f"all workers{together}"
     if known is not None and every is not None and known < every:
         whose = f"the {count(known, 'worker')} of {every} whose time is recorded"
-    if cost.is_part_time:
-        whose += ", each while it was in the job"
     before = ""
     if cost.before_s >= _SHOWN_S:
         before = f", {seconds(cost.before_s)} of it before the timeline, since their last steps"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -92,7 +93,7 @@ def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]
         started = scene.named("attempt.started", failure.attempt)
         hosts = [text(e, "host") for e in started if {*integers(e, "ranks")} & {*unknown}]
         where = f" on host {hosts[0]}" if len(hosts) == 1 else ""
-        yield f"{many_ranks(unknown)}{where}: unknown, the log of the host ends before"
+        yield f"{many_ranks(unknown)}{where}: unknown, the log of the host ends before that"
     groups: dict[tuple[int | None, str], list[int]] = {}
     for rank, mark in marks.items():
         if not mark.is_known:
@@ -161,7 +162,14 @@ def _consequences(failure: Failure) -> Iterator[str]:
 def _failed(other: OtherFailure) -> str:
     what = other.what
     what = what if len(what) <= _LONGEST else f"{what[: _LONGEST - 3]}..."
+    if (found := _EXITED.match(what)) is not None:
+        what, exited = f"failed with {found[2]}", f", and exited with code {found[1]}"
+    else:
+        exited = ""
     later = "" if other.after_s is None else f", {relative(other.after_s, 0.0)}"
     if (stopped := other.stopped_with) is not None:
         later += f"; regrow then stopped it ({stopped})"
-    return f"{worker(other.rank, other.host, other.pid)} {what}{later}"
+    return f"{worker(other.rank, other.host, other.pid)} {what}{later}{exited}"
+
+
+_EXITED = re.compile(r"exited with code (\d+): (.+)", re.DOTALL)

@@ -333,11 +333,12 @@ def _failed(state: BeatState, failed: ExchangeFailed, now: float) -> Step:
         return _fail(state, kind, failed.missing, failed.why, now)
     missing = f" ({failed.missing} missing)" if failed.missing.total else ""
     text = (
-        f"heartbeat: exchange {state.beats} failed, failure {failures} of {plan.failures} in a row "
-        f"that are fatal: {failed.why}{missing}"
+        f"rank {plan.rank}: heartbeat: exchange {state.beats} failed, failure {failures} of "
+        f"{plan.failures} in a row that are fatal: {failed.why}{missing}"
     )
     state, then = _try(replace(state, window=failures), now)
-    return state, (LogLine(logging.WARNING, text), *then)
+    loud = logging.WARNING if reports_loudly(plan, failed.missing) else logging.INFO
+    return state, (LogLine(loud, text), *then)
 
 
 def _leave(state: BeatState, now: float) -> Step:
