@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from helpers.jobs.e2e_job import Job
 from helpers.processes import state_of, wait_until
 from regrow.agent.features.host_faults import reason_refused
 from regrow.chaos import parse
+from regrow.cli import main
+from regrow.explain import read_explanations as explain_job
 
 Launch = Callable[..., Job]
 
@@ -65,6 +68,46 @@ def test_a_fault_that_ends_a_worker_is_healed_and_marked_as_injected(
     assert f"--chaos: injected {fault} into rank 1 (pid {failed['pid']})" in job.stderr
     (started,) = job.events("job.started")
     assert started["chaos"] == f"{fault} rank=1 at=300ms"
+
+
+WRAPPED = """
+import regrow
+from regrow.inprocess import CallWrapper, Wrapper
+reached = 0
+
+@Wrapper()
+def train(call: CallWrapper):
+    global reached
+    for step in range(max(reached - 5, 0) + 1, 10**6):
+        if call.iteration and step > reached + 5:
+            return
+        time.sleep(0.02)
+        regrow.step(step)
+        reached = max(step, reached) if not call.iteration else reached
+
+train()
+"""
+
+
+@pytest.mark.parametrize(("script", "rung"), [(WORKS, 3), (WRAPPED, 1)])
+def test_the_ledger_keeps_what_an_injected_fault_cost_apart(
+    launch: Launch, capsys: pytest.CaptureFixture[str], script: str, rung: int
+) -> None:
+    job = launch(script, "--max-restarts=1", "--chaos=raise rank=1 at=1s")
+    assert job.finish() == 0, job.output
+    (explained,) = explain_job([str(job.log_dir)], print).popitem()[1]
+    assert (explained.injected, explained.rung) == ("raise", rung)
+    assert main(["goodput", "--json", str(job.log_dir)]) == 0
+    ledger = json.loads(capsys.readouterr().out)
+    assert ledger["injected_faults"] == 1
+    assert explained.cost.worker_seconds
+    assert ledger["injected_worker_seconds"] == pytest.approx(
+        explained.cost.worker_seconds, rel=0.05, abs=0.02
+    )
+    lost = ledger["worker_seconds"] - ledger["buckets"]["productive"]
+    assert 0 < ledger["injected_worker_seconds"] < lost
+    assert main(["goodput", str(job.log_dir)]) == 0
+    assert "of which injected by --chaos: " in capsys.readouterr().out
 
 
 def test_a_stopped_worker_is_resumed_after_its_time(launch: Launch) -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from helpers.explained.record import STORIES
+from regrow.events import read_events
+from regrow.explain import explain
 from regrow.ledger import Ledger, build_ledgers, render
 
 Event = dict[str, Any]
@@ -291,3 +294,105 @@ def test_a_process_that_goes_on_is_not_started() -> None:
 def test_a_process_that_was_kept_does_not_start_its_script_again() -> None:
     log = Log().start(0, kept=[0]).end(12, "SUCCEEDED").finish(12, "SUCCEEDED")
     assert seconds(only(log)) == {"restart": 2, "productive": 10}
+
+
+# --- injected faults
+
+
+def killed(*, injected: bool) -> Log:
+    """Return a job whose worker fails after 12 s, and does five of its ten steps again."""
+    log = Log().start(0, world_size=1)
+    log.add(12, "chaos.injected", fault="kill", rank=0)
+    fields: Event = {"failed_monotonic": 63.0, "detected_monotonic": 64.0, "root_cause": True}
+    log.add(14, "worker.failed", rank=0, **fields, **({"injected": "kill"} if injected else {}))
+    log.end(15, "FAILED").add(15, "job.restarting", delay_s=4.0).start(20, world_size=1)
+    again: Event = {"opened_monotonic": 73.0, "since_monotonic": 83.0, "highest_step": 15}
+    again |= {"seconds": {"steps": 5.0, "repeated_steps": 5.0}}
+    log.end(34, "SUCCEEDED", first_step=6, **again, counts={"steps": 5, "repeated_steps": 5})
+    return log.finish(34, "SUCCEEDED")
+
+
+def test_what_follows_from_an_injected_fault_is_kept_apart() -> None:
+    ledger = only(killed(injected=True))
+    parts = {"unfinished": 1, "detection": 1, "stopping": 1, "restart": 4, "meeting": 1}
+    assert seconds(ledger) == parts | {
+        "startup_script": 5,  # 2 of them at the first start
+        "productive": 15,
+        "redone": 5,
+        "finishing": 1,
+    }
+    assert ledger.injected_seconds == pytest.approx(sum(parts.values()) + 3 + 5)
+    assert ledger.injected_faults == 1
+    found = ledger.to_json()
+    assert (found["injected_faults"], found["injected_worker_seconds"]) == (1, pytest.approx(16))
+    assert "of which injected by --chaos: 16.0 s, 47.1% of all, after 1 fault" in render(ledger)
+
+
+def test_a_failure_that_does_not_follow_from_an_injected_fault_is_left_out() -> None:
+    ledger = only(killed(injected=False))
+    assert (ledger.injected_faults, ledger.injected_seconds) == (1, 0)
+    assert "injected by --chaos: 0 s, 0.0% of all" in render(ledger)
+
+
+def test_a_job_without_chaos_has_no_line_about_it() -> None:
+    ledger = only(failed())
+    assert (ledger.injected_faults, ledger.injected_seconds) == (None, None)
+    assert "--chaos" not in render(ledger)
+
+
+def test_in_process_restarts_of_injected_faults_are_kept_apart_with_the_steps_done_again() -> None:
+    log = Log().start(0, world_size=1)
+    phases = {"detected": 0.5, "met": 1.5, "called": 2.0}
+
+    def restarted(at: float, repeated_steps: int, **fields: Any) -> None:
+        fields |= {"rank": 0, "seconds": phases, "repeated_steps": repeated_steps}
+        log.add(at, "inprocess.restarted", **fields)
+
+    restarted(20, 0, injected="raise")
+    restarted(30, 2)
+    log.add(39, "inprocess.lost", rank=0, injected="kill")
+    restarted(40, 5)  # the process had ended too long before, so the event has no field `injected`
+    account: Event = {"since_monotonic": 90.0, "highest_step": 10}
+    account |= {"seconds": {"steps": 10.0, "repeated_steps": 14.0, "restart": 14.0}}
+    log.end(50, "SUCCEEDED", **account, counts={"steps": 10, "repeated_steps": 7})
+    ledger = only(log.add(50, "chaos.injected").finish(50, "SUCCEEDED"))
+    # Two restarts of 2 s, and 2 + 2 of the 7 steps that were done again, at 2 s each.
+    assert ledger.injected_seconds == pytest.approx(2 * 2 + 4 * 2)
+
+
+def test_the_silence_before_a_time_out_of_the_wrapper_belongs_to_an_injected_hang() -> None:
+    log = Log().start(0, world_size=1)
+    fields: Event = {"kind": "SOFT_TIMEOUT", "message": "no automatic progress for 4.5 s (limit 4)"}
+    log.add(20, "inprocess.restarted", rank=0, injected="hang", seconds={"called": 2.0}, **fields)
+    account: Event = {"since_monotonic": 78.0, "seconds": {"steps": 10.0, "unfinished": 16.0}}
+    log.end(30, "SUCCEEDED", **account).add(30, "chaos.injected")
+    assert only(log.finish(30, "SUCCEEDED")).injected_seconds == pytest.approx(4.5 + 2)
+
+
+@pytest.mark.parametrize(("fault", "injected"), [("cut", 9), ("kill", 0)])
+def test_the_loss_of_a_host_follows_from_a_cut_of_its_link(fault: str, injected: float) -> None:
+    first = Log().start(0).add(20, "round.ended", lost=True).end(21, "FAILED")
+    lost = Log(wall=1005, rank=1).start(0)
+    lost.add(8, "chaos.injected", fault=fault, rank=1, for_s=5.0)
+    lost.add(12, "worker.accounts", accounts={"1": lost.account()})
+    ledger = only(first.finish(21, "FAILED"), lost)
+    assert ledger.injected_seconds == pytest.approx(injected)
+
+
+RECORDED = ("crash-loop", "hang-timer", "in-process", "in-process-time-out", "replaced", "sigkill")
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_an_injected_fault_costs_in_the_ledger_what_its_explanation_says(name: str) -> None:
+    (path,) = (STORIES / name).glob("*.jsonl")
+    ends = ("worker.failed", "worker.vacated", "inprocess.restarted")
+    events = [
+        event | ({"injected": "kill"} if event["name"].removeprefix("regrow.") in ends else {})
+        for event in read_events(path)
+    ]
+    events[0] |= {"chaos": "kill"}
+    (explanations,) = explain({"log": events}).values()
+    assert all(each.injected for each in explanations)
+    (ledger,) = build_ledgers({"log": events})
+    explained = sum(each.cost.worker_seconds or 0.0 for each in explanations)
+    assert ledger.injected_seconds == pytest.approx(explained, abs=0.02)

@@ -90,7 +90,8 @@ NAMES = (
     *("regrow.job.restarting", "regrow.job.stopping", "regrow.round.ended", "regrow.lease.over"),
     *("regrow.worker.failed", "regrow.worker.vacated", "regrow.worker.replaced"),
     *("regrow.inprocess.lost", "regrow.worker.first_step", "regrow.worker.accounts"),
-    *("regrow.timer.expired", "regrow.some.other"),
+    *("regrow.timer.expired", "regrow.chaos.injected", "regrow.inprocess.restarted"),
+    "regrow.some.other",
 )
 WORKERS = 2
 
@@ -156,6 +157,12 @@ class History:
             "account": self.account(),
             "accounts": {str(each): self.account() for each in ranks},
             "last_steps": {str(each): {"first_step": self.step()} for each in ranks},
+            "world_size": self.random.choice([None, WORKERS]),
+            "repeated_steps": self.step(),
+            "seconds": {"called": self.random.uniform(0, 30)},
+            "injected": self.random.choice([None, "kill"]),
+            "fault": self.random.choice(["kill", "cut"]),
+            "lost": self.random.random() < 0.5,
         }
 
 
@@ -179,6 +186,7 @@ def check_partition(ledger: Ledger) -> None:
     lengths = sum(span.end - span.start for span in ledger.spans)
     assert ledger.total == pytest.approx(lengths, abs=EXACT * (1 + len(ledger.spans)))
     assert ledger.total == pytest.approx(sum(ledger.to_json()["buckets"].values()))
+    assert -EXACT <= (ledger.injected_seconds or 0) <= ledger.total + EXACT
     assert 0 <= (ledger.goodput or 0) <= (ledger.effective_training_time_ratio or 0) <= 1 + EXACT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ _KINDS = {
 _NO_PROGRESS = {"automatic": "it ran no Python code", "manual": "it did not call ping()"}
 _ENDING = frozenset({"BASE_EXCEPTION", "HARD_TIMEOUT", "TERMINATED", "UNRESPONSIVE"})
 """Kinds of faults after which the process ends."""
+TIME_OUTS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
 NEAR_S = 60.0  # most seconds between the end of a process and the restart that it caused
 
 
@@ -149,6 +151,16 @@ def end_of(kind: str | None, at: float | None, ends: Sequence[Record]) -> Record
     near = [(abs(time - at), e) for e in ends if (time := real(e, "monotonic")) is not None]
     distance, event = min(near, key=lambda each: each[0], default=(NEAR_S, {}))
     return event if distance < NEAR_S else {}
+
+
+def silent_s(restart: Record) -> float:
+    """Return the seconds without progress before a restart after a time-out of the wrapper."""
+    is_time_out = text(restart, "kind") in TIME_OUTS
+    found = _SILENCE.search(text(restart, "message") or "") if is_time_out else None
+    return float(found[1]) if found is not None else 0.0
+
+
+_SILENCE = re.compile(r"\bprogress for (\d{1,9}(?:\.\d{1,9})?) s\b")
 
 
 def _cause_and_predicate(kind: str | None, message: str | None, end: Record) -> tuple[str, str]:

@@ -12,14 +12,13 @@ from regrow.explain.accounts import step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.findings import begin_of, event_of, evidence_of, title_of
 from regrow.explain.peers import what_peers_did
-from regrow.explain.scene import LostTime, Scene
+from regrow.explain.scene import Scene
 from regrow.explain.words import count, seconds
+from regrow.ledger import SURVIVED, LostTime
 
 _SHOWN_S = 0.0005
 _LATER_S = 0.5
 _MOST_HOSTS = 8
-_EXPLAINED_ALONE = ("inprocess.restarted", "worker.replaced")
-"""Events of faults that an attempt survived: the end of the attempt does not cost their seconds."""
 _NO_FAILURE = Fact("failure", "none: no worker failed, and no host was lost")
 
 
@@ -241,7 +240,7 @@ def _until_known(
 def _lost_time(scene: Scene, ended: Failure | PlannedRestart, begin: float | None) -> LostTime:
     number, following = ended.attempt, ended.restarted_attempt
     inside, inside_later = (
-        attempt is not None and any(scene.named(name, attempt) for name in _EXPLAINED_ALONE)
+        attempt is not None and any(scene.named(name, attempt) for name in SURVIVED)
         for attempt in (number, following)
     )
     return scene.lost_time(

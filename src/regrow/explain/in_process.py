@@ -18,7 +18,7 @@ from regrow.events.evidence import (
     steps,
     text,
 )
-from regrow.events.in_process import NEAR_S, end_of
+from regrow.events.in_process import NEAR_S, TIME_OUTS, end_of, silent_s
 from regrow.explain import ladder, long_settings
 from regrow.explain.accounts import accounts_of, row_count, row_seconds, step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
@@ -29,7 +29,6 @@ from regrow.explain.words import count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
 
 _SHOWN_S = 0.0005
-_TIME_OUTS = ("SOFT_TIMEOUT", "HARD_TIMEOUT")
 _MOST_RANKS = 1 << 16
 _PHASES = {
     "detected": ("detection", "until the fault was noticed"),
@@ -127,9 +126,9 @@ def _explained(
         lost: the ranks that were lost up to this restart.
     """
     event = recorded.event_of(restart)
-    kind, message = text(event, "kind") or "", text(event, "message") or ""
+    kind = text(event, "kind") or ""
     ended = _end_of(scene, restart, kind)
-    silent = _silent_s(kind, message)
+    silent = silent_s(event)
     timeline = tuple(_timeline(restart, silent))
     begin = None if restart.at_s is None else restart.at_s - silent
     redone = _redone(scene, event, end.repeated_steps)
@@ -234,7 +233,7 @@ def _evidence(
     raised = recorded.raised_before(restart)
     traceback = text(raised, "traceback") or ""
     if kind not in ("EXCEPTION", "BASE_EXCEPTION"):
-        if kind in _TIME_OUTS:
+        if kind in TIME_OUTS:
             yield Fact("time-out", f"{kind.lower()} of the wrapper")
         else:
             yield Fact("reported as", f"{kind}: {message}")
@@ -314,15 +313,6 @@ def _action(scene: Scene, restart: InProcessRestart) -> Iterator[str]:
 def _restarts_left(restart: InProcessRestart) -> int | None:
     left = [each.restarts_left for each in restart.replaced if each.restarts_left is not None]
     return min(left, default=None)
-
-
-def _silent_s(kind: str, message: str) -> float:
-    """Return the seconds without progress before a time-out of the wrapper."""
-    found = _NO_PROGRESS.search(message) if kind in _TIME_OUTS else None
-    return float(found[1]) if found is not None else 0.0
-
-
-_NO_PROGRESS = re.compile(r"\bprogress for (\d{1,9}(?:\.\d{1,9})?) s\b")
 
 
 def _timeline(restart: InProcessRestart, silent: float) -> Iterator[Phase]:

@@ -20,27 +20,7 @@ from regrow.events.evidence import (
     strings,
     text,
 )
-from regrow.ledger import REDONE, Session, Span
-
-
-class LostTime(NamedTuple):
-    """What the end of an attempt cost."""
-
-    seconds: Mapping[str, float]
-    """Worker-seconds by bucket of the ledger, biggest first."""
-    before_s: float
-    """How many of them were before the failure."""
-    workers: int
-    """Number of workers whose time is recorded."""
-    all_workers: int
-    """Number of workers of the job then."""
-    redone_s: float | None
-    """Seconds in which a worker did steps again, on average; None if that is not recorded."""
-
-    @property
-    def total(self) -> float | None:
-        """All of these worker-seconds; None if none are recorded."""
-        return sum(self.seconds.values()) if self.seconds else None
+from regrow.ledger import LostTime, Session, Span, lost_time
 
 
 class NewServer(NamedTuple):
@@ -210,61 +190,19 @@ class Scene:
         unfinished: bool,
         most_redone_s: float = math.inf,
     ) -> LostTime:
-        """Return the worker-seconds that the end of an attempt cost.
-
-        Args:
-            attempt: the attempt that ended. The time between two attempts belongs to the first.
-            following: the next attempt, whose startup and redone steps count; None if none began.
-            begin: when the failure began, in seconds of this run.
-            unfinished: whether the time before it counts too, since the last step of each worker.
-            most_redone_s: most seconds in which a worker did steps again because of this end.
-        """
-        if following is None:
-            parts = [(attempt, _OF_AN_END | _OF_A_JOB_END), (-1, _BETWEEN_RUNS)]
-        else:
-            parts = [(attempt, _OF_AN_END), (following, _OF_A_START)]
-        before_s = 0.0
-        found: dict[str, float] = {}
-        workers: dict[int, set[tuple[str, int]]] = {number: set() for number, _ in parts}
-        redone: dict[tuple[str, int], float] = {}  # by worker of the next attempt
-        for number, wanted in parts:
-            for span in self.spans.get(number, ()):
-                worker: tuple[str, int] = (span.log, span.local_rank)
-                more: set[str] = set()
-                if number == following:
-                    more = set() if worker in redone else _OF_A_KEPT_START
-                    left = most_redone_s - redone.setdefault(worker, 0.0)
-                own = {b: s for b, s in span.seconds.items() if s > 0 and b in wanted | more}
-                if number == following and REDONE in own:
-                    own[REDONE] = min(own[REDONE], left)
-                    redone[worker] += own[REDONE]
-                if not sum(own.values()) > 0:
-                    continue
-                workers[number].add(worker)
-                lost = sum(own.values())  # the last part of the span
-                after = lost if begin is None else min(max(span.end - begin, 0.0), lost)
-                counted = lost if unfinished else after
-                before_s += counted - after
-                for bucket, s in own.items():
-                    found[bucket] = found.get(bucket, 0.0) + s * counted / lost
-        again = [s for s in redone.values() if s > 0]
-        size, known = self.world_size(attempt) or 0, len(workers[attempt])
-        workers_known = known if 0 < known < size else len(set().union(*workers.values()))
-        return LostTime(
-            seconds=dict(sorted(found.items(), key=lambda each: -each[1])),
-            before_s=before_s,
-            workers=workers_known,
-            all_workers=max(workers_known, size),
-            redone_s=sum(again) / len(again) if again else None,
+        """Return the worker-seconds that the end of an attempt cost; see `regrow.ledger`."""
+        return lost_time(
+            self.spans,
+            attempt,
+            following,
+            begin,
+            world_size=self.world_size(attempt) or 0,
+            unfinished=unfinished,
+            most_redone_s=most_redone_s,
         )
 
 
 _MOST_BEFORE = 8
-_OF_AN_END = {"unfinished", "detection", "stopping", "meeting", "restart", "startup_processes"}
-_OF_A_JOB_END = {"finishing"}
-_OF_A_START = {"startup_script", "startup_first_step", REDONE}
-_OF_A_KEPT_START = {"restart"}  # the first span of a process that goes on from the attempt before
-_BETWEEN_RUNS = {"waiting_for_scheduler"}
 
 
 def _at(event: Record) -> float:

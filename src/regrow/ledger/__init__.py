@@ -5,12 +5,14 @@ totals and the spans of each worker, from which views draw a timeline.
 
 `buckets` has the names. `runs` groups logs into jobs, and `attempts` the events of a run. `spans`
 divides the time of a run, and `split` the time of a process, by the account that the worker keeps
-(`regrow._accounts`).
+(`regrow._accounts`). `lost` adds up what a fault cost.
 """
 
 from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, UNKNOWN, is_phase, title
-from regrow.ledger.buckets import REDONE as REDONE
 from regrow.ledger.ledger import Ledger, build_ledgers
+from regrow.ledger.lost import SURVIVED as SURVIVED
+from regrow.ledger.lost import LostTime as LostTime
+from regrow.ledger.lost import lost_time as lost_time
 from regrow.ledger.reading import find_logs, read_ledgers
 from regrow.ledger.reading import read_logs as read_logs
 from regrow.ledger.runs import Session as Session

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from regrow.events.evidence import Record
+from regrow.events.evidence import Record, text
 from regrow.ledger import buckets
 from regrow.ledger.attempts import NodeAttempt, attempts_of
+from regrow.ledger.lost import injected_s
 from regrow.ledger.runs import Session, jobs_of, runs_of
 from regrow.ledger.spans import Known, Span, add_up, spans_of
 
@@ -53,6 +55,10 @@ class Ledger:
     """The spans of each worker follow each other in time."""
     seconds: Mapping[str, float]
     """Worker-seconds by bucket. `productive` and `unknown` are always among them."""
+    injected_faults: int | None
+    """Number of faults that `--chaos` injected; None without it."""
+    injected_seconds: float | None
+    """How many worker-seconds of these buckets the failures cost that followed from them."""
 
     @property
     def total(self) -> float:
@@ -89,6 +95,8 @@ class Ledger:
             "worker_seconds": self.total,
             "goodput": self.goodput,
             "effective_training_time_ratio": self.effective_training_time_ratio,
+            "injected_faults": self.injected_faults,
+            "injected_worker_seconds": self.injected_seconds,
             "buckets": dict(sorted(self.seconds.items(), key=lambda each: -each[1])),
         }
 
@@ -116,11 +124,9 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
     steps_known = any(attempt.reports_steps for attempt in every)
     spans: list[Span] = []
     highest: int | None = None
-    silent = 0
-    redone: dict[tuple[int, int], int] = {}  # by session and attempt
-    for i, (session, of_session) in enumerate(zip(job, attempts, strict=True)):
-        if i:
-            spans += _between(job[i - 1], session)
+    silent = redone_steps = 0
+    faults, injected = _injected_faults(job), 0.0
+    for session, of_session, later in zip_longest(job, attempts, job[1:]):
         by_number: dict[int, list[NodeAttempt]] = {}
         for _, of_run in of_session:
             for attempt in of_run:
@@ -131,12 +137,19 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
             steps = [each.highest_step for each in same if each.highest_step is not None]
             highest = max([*steps, *([highest] if highest is not None else [])], default=None)
         hung = frozenset(n for n, same in by_number.items() if any(each.hung for each in same))
+        own: list[Span] = []
+        redone: dict[int, int] = {}  # by attempt
         for run in session.runs:
             found = spans_of(run, Known(steps_known, reached, hung))
-            spans += found.spans
+            own += found.spans
             silent = max(silent, found.silent)
             for number, count in found.redone.items():
-                redone[i, number] = max(redone.get((i, number), 0), count)
+                redone[number] = max(redone.get(number, 0), count)
+        own += _between(session, later) if later is not None else []
+        redone_steps += sum(redone.values())
+        injected += injected_s(of_session, own, redone) if faults is not None else 0.0
+        spans += own
+    seconds = {buckets.PRODUCTIVE: 0.0, buckets.UNKNOWN: 0.0} | add_up(spans)
     last = job[-1]
     return Ledger(
         run_id=last.runs[-1].run_id,
@@ -148,11 +161,26 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
         attempts=sum(len({a.number for _, of_run in s for a in of_run}) for s in attempts),
         finished=last.ended,
         highest_step=highest,
-        redone_steps=sum(redone.values()),
+        redone_steps=redone_steps,
         silent_workers=silent,
         spans=tuple(spans),
-        seconds={buckets.PRODUCTIVE: 0.0, buckets.UNKNOWN: 0.0} | add_up(spans),
+        seconds=seconds,
+        injected_faults=faults,
+        injected_seconds=None if faults is None else min(injected, _losses(seconds)),
     )
+
+
+def _injected_faults(job: tuple[Session, ...]) -> int | None:
+    """Return how many faults `--chaos` injected; None without it."""
+    events = [event for session in job for run in session.runs for event in run.events]
+    faults = sum(text(event, "name") == "regrow.chaos.injected" for event in events)
+    return faults if faults or any(text(event, "chaos") for event in events) else None
+
+
+def _losses(seconds: Mapping[str, float]) -> float:
+    """Return the worker-seconds that a fault can cost; those of a damaged log may be more."""
+    kept = (buckets.PRODUCTIVE, buckets.UNKNOWN)
+    return sum(s for b, s in seconds.items() if b not in kept and not buckets.is_phase(b))
 
 
 def _between(before: Session, after: Session) -> list[Span]:

@@ -46,6 +46,13 @@ def _lines(ledger: Ledger) -> Iterator[str]:
         yield _row(bucket, seconds, total, meaning)
     yield _row(buckets.UNKNOWN, unknown, total, buckets.MEANINGS[buckets.UNKNOWN])
     yield f"  {'all':<{_WIDTH}} {duration(total):>10}  {_share(1.0 if total else None)}"
+    if ledger.injected_seconds is not None:
+        share = ledger.injected_seconds / total if total else None
+        yield ""
+        yield (
+            f"  of which injected by --chaos: {duration(ledger.injected_seconds)},"
+            f" {_share(share).strip()} of all, after {_count(ledger.injected_faults or 0, 'fault')}"
+        )
     if ledger.highest_step is None:
         yield ""
         yield "  The script reports no steps, so its time is unknown: call regrow.step(n)."
