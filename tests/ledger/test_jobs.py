@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.explained.record import STORIES
 from regrow.events import read_events
 from regrow.explain import explain
 from regrow.ledger import Ledger, build_ledgers, render
+from regrow.utils import start_ticks
 
 Event = dict[str, Any]
 
@@ -177,6 +179,56 @@ def test_a_killed_agent_is_accounted_for_up_to_its_last_record() -> None:
 def test_a_killed_agent_without_a_record_is_accounted_for_up_to_the_first_step() -> None:
     log = Log().start(0).add(3, "worker.first_step", rank=0, step=1, step_monotonic=53.0)
     assert seconds(only(log.add(20, "some.event"))) == {"startup_script": 3, "unknown": 17}
+
+
+# --- jobs that run
+
+
+def running(log: Log) -> Log:
+    """Return the log, whose agent is this process."""
+    agent = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    log.events[0] |= {"agent": agent, "host": os.uname().nodename}
+    return log
+
+
+def test_a_job_that_runs_has_no_goodput_before_its_first_account() -> None:
+    log = Log().start(0).add(3, "worker.first_step", rank=0, step=1, step_monotonic=53.0)
+    ledger = only(running(log).add(20, "some.event"))
+    assert (ledger.running, ledger.goodput, ledger.effective_training_time_ratio) == (
+        True,
+        None,
+        None,
+    )
+    assert seconds(ledger) == {"startup_script": 3}
+    assert "the time after that is left out" in render(ledger)
+    assert "call regrow.step" not in render(ledger)
+
+
+def test_a_job_that_runs_is_accounted_for_up_to_its_last_account() -> None:
+    log = Log().start(0).add(12, "worker.accounts", accounts={"0": Log().account()})
+    ledger = only(running(log).add(20, "some.event"))
+    assert seconds(ledger) == {"startup_script": 2, "productive": 10}
+    assert ledger.goodput == pytest.approx(10 / 12)
+    assert ledger.to_json()["running"] is True
+
+
+def test_what_follows_the_end_of_an_attempt_is_not_known_until_the_next_one_starts() -> None:
+    ledger = only(running(Log().start(0).end(12, "FAILED").add(30, "some.event")))
+    assert seconds(ledger) == {"startup_script": 2, "productive": 10}
+
+
+def test_a_host_whose_loss_is_known_does_not_run_although_its_job_does() -> None:
+    first = running(Log().start(0)).add(20, "round.ended", lost=True).end(21, "FAILED")
+    lost = Log(wall=1005, rank=1).start(0)
+    lost.add(12, "worker.accounts", accounts={"1": lost.account()})
+    ledger = only(first, lost)
+    assert ledger.running
+    assert seconds(ledger)["unknown"] == 3
+
+
+def test_a_script_without_steps_is_unknown_up_to_the_last_event_while_it_runs() -> None:
+    ledger = only(running(Log().start(0).add(20, "some.event")))
+    assert seconds(ledger) == {"unknown": 20}
 
 
 # --- requeues

@@ -29,6 +29,7 @@ from helpers.commands import ROOT, run
 from helpers.jobs.e2e_job import Job
 from helpers.processes import PATIENCE, alive, children_of, wait_until
 from helpers.views.written_job import WrittenJob
+from regrow.ledger import read_ledgers
 from regrow.utils import PortReservation
 from regrow.views import JobWatch, Library, listen, refusal
 from regrow.views.prometheus import METRICS, exposition
@@ -110,10 +111,30 @@ def test_a_job_is_exported_through_a_restart(jobs: list[Job], tmp_path: Path, po
     assert found["regrow_restarts_left{}"] == 1
     assert found['regrow_workers{"state": "running"}'] == 2
     assert found["regrow_lost_steps_total{}"] >= 9
-    assert 0 <= found["regrow_job_goodput_ratio{}"] < 1
+    assert 0 < found["regrow_job_goodput_ratio{}"] < 1  # the first attempt has made 20 steps
     assert scrape(port, "/other")[0] == 404
     job.signal(signal.SIGTERM)
     job.finish()
+
+
+def test_the_goodput_is_not_exported_before_the_time_of_the_workers_is_recorded(
+    jobs: list[Job], tmp_path: Path, port: int
+) -> None:
+    # The first account of a running worker comes after a minute, so an alert would fire until then.
+    script = TRAIN.replace("n == 20", "n < 0")
+    flags = ["--metrics-port", str(port), "--chaos=stop rank=0 at=500ms for=10ms"]
+    job = start(jobs, tmp_path, *flags, script=script)
+    job.await_event("worker.resumed")
+
+    def steps() -> dict[str, float] | None:
+        status, text = scrape(port)
+        found = samples(text) if status == 200 else {}
+        return found if 'regrow_step{"rank": "0"}' in found else None
+
+    found = wait_until(steps, "the steps are exported", pause=0.1)
+    assert "regrow_job_goodput_ratio{}" not in found
+    (ledger,) = read_ledgers([str(job.log_dir)], print)
+    assert (ledger.running, ledger.goodput, ledger.seconds["unknown"]) == (True, None, 0)
 
 
 @pytest.mark.parametrize("stopped", [False, True])

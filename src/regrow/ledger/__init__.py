@@ -1,6 +1,7 @@
 """The ledger of a job: each worker-second in exactly one bucket, from the events alone.
 
-`build_ledgers` is a pure function of the events; `read_ledgers` reads the logs. A `Ledger` has the
+`build_ledgers` derives it from the events, and `read_ledgers` reads the logs. Besides that, only
+whether an agent without a recorded end still runs on this host is asked. A `Ledger` has the
 totals and the spans of each worker, from which views draw a timeline.
 
 `buckets` has the names. `runs` groups logs into jobs, and `attempts` the events of a run. `spans`

@@ -44,6 +44,9 @@ class Ledger:
     """How often workers were started, over all sessions."""
     finished: bool
     """Whether the last session has recorded its end."""
+    running: bool
+    """Whether the job still runs, as far as this host can see. Then the time since the last account
+    of each worker is left out."""
     highest_step: int | None
     """The highest step that was reached."""
     redone_steps: int
@@ -72,15 +75,17 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Productive share of all worker-seconds; None if there are none."""
-        return self.seconds[buckets.PRODUCTIVE] / self.total if self.total > 0 else None
+        """Productive share of all worker-seconds; None if it is not known (yet)."""
+        return self._share(self.seconds[buckets.PRODUCTIVE])
 
     @property
     def effective_training_time_ratio(self) -> float | None:
-        """Share of the productive time and the phases; None if there are no worker-seconds."""
-        if not self.total > 0:
-            return None
-        return (self.seconds[buckets.PRODUCTIVE] + self.phases) / self.total
+        """Share of the productive time and the phases; None if it is not known (yet)."""
+        return self._share(self.seconds[buckets.PRODUCTIVE] + self.phases)
+
+    def _share(self, seconds: float) -> float | None:
+        has_no_account = self.running and self.highest_step is None
+        return seconds / self.total if self.total > 0 and not has_no_account else None
 
     def losses(self) -> list[tuple[str, float]]:
         """Return the buckets that are neither productive nor unknown, biggest first."""
@@ -90,7 +95,17 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures, without the spans, as JSON."""
-        names = ("run_id", "begin", "end", "sessions", "runs", "workers", "attempts", "finished")
+        names = (
+            "run_id",
+            "begin",
+            "end",
+            "sessions",
+            "runs",
+            "workers",
+            "attempts",
+            "finished",
+            "running",
+        )
         return {name: getattr(self, name) for name in (*names, *_STEP_FIGURES)} | {
             "worker_seconds": self.total,
             "goodput": self.goodput,
@@ -160,6 +175,7 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
         workers=sum(run.workers for run in last.runs),
         attempts=sum(len({a.number for _, of_run in s for a in of_run}) for s in attempts),
         finished=last.ended,
+        running=any(run.is_open for run in last.runs),
         highest_step=highest,
         redone_steps=redone_steps,
         silent_workers=silent,

@@ -11,11 +11,13 @@ all times are of the host's monotonic clock; the offset between both is that of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from regrow.events.evidence import Record, integer, real, text
+from regrow.utils import start_ticks
 
 _NO_ID = "none"  # default of --rdzv-id
 _ROUND_ENDED = "regrow.round.ended"
@@ -41,6 +43,9 @@ class Run:
     """What is added to monotonic seconds for the wall clock."""
     state: str | None
     """How it ended; None if it was killed, or still runs."""
+    is_open: bool | None
+    """Whether its agent still runs. None: unknown, because it is on another host; `jobs_of` then
+    takes it for open if another run of its session is."""
 
 
 def runs_of(log: str, events: Iterable[Record]) -> list[Run]:
@@ -74,7 +79,17 @@ def _run(log: str, events: Sequence[Record]) -> Run | None:
         end=max([begin, *times]),
         offset=wall - begin,
         state=None if finished is None else text(finished, "state") or "?",
+        is_open=_is_alive(started) if finished is None else False,
     )
+
+
+def _is_alive(started: Record) -> bool | None:
+    """Return whether an agent runs; None if it is on another host, or unknown."""
+    agent = started.get("agent")
+    if not isinstance(agent, Mapping) or text(started, "host") != os.uname().nodename:
+        return None
+    pid, ticks = integer(agent, "pid"), integer(agent, "start_ticks")
+    return None if pid is None or ticks is None else start_ticks(pid) == ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +140,7 @@ def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:
 
     The last event of a killed agent may be much older than its end.
     """
+    is_open = any(run.is_open for run in runs)
     lost: dict[int | None, float] = {}
     for run in runs:
         for event in run.events:
@@ -132,9 +148,11 @@ def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:
             if text(event, "name") == _ROUND_ENDED and event.get("lost") is True and at is not None:
                 lost.setdefault(integer(event, "attempt"), at + run.offset)
     return tuple(
-        replace(run, end=max(run.end, lost[number] - run.offset))
-        if run.state is None and (number := _last_attempt(run)) in lost
-        else run
+        replace(run, end=lost[number] - run.offset, is_open=False)
+        if run.state is None
+        and (number := _last_attempt(run)) in lost
+        and run.end + run.offset < lost[number]
+        else replace(run, is_open=is_open if run.is_open is None else run.is_open)
         for run in runs
     )
 

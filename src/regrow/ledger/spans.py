@@ -142,6 +142,8 @@ class _Builder:
     def after(self, start: float, attempt: int) -> None:
         """Add the time after the last attempt."""
         run = self.run
+        if run.is_open and attempt >= 0:
+            return  # the next attempt shows what this time is
         bucket = buckets.FINISHING if attempt >= 0 else buckets.WAITING_FOR_NODES
         if attempt >= 0 and any(text(e, "name") == _NO_RENDEZVOUS for e in run.events):
             bucket = buckets.MEETING  # the agent searched for the other nodes
@@ -206,6 +208,8 @@ class _Builder:
         self.redone[attempt.number, local_rank] += redone_steps(process, reached)
         steps_known = self.known.steps_known and local_rank not in self.silent
         parts = split(process, ending, steps_known=steps_known, reached=reached)
+        if self.run.is_open and steps_known and not ending.known:
+            parts = parts[:-1]  # the rest has no account yet
         for until, seconds in parts:
             self._add(local_rank, attempt.number, start, until, seconds)
             start = max(start, until)

@@ -19,7 +19,7 @@ def render(ledger: Ledger) -> str:
 def _lines(ledger: Ledger) -> Iterator[str]:
     total = ledger.total
     productive, unknown = ledger.seconds[buckets.PRODUCTIVE], ledger.seconds[buckets.UNKNOWN]
-    end = "" if ledger.finished else "; its end is not recorded"
+    end = "" if ledger.finished or ledger.running else "; its end is not recorded"
     scheduled = f"{_count(ledger.sessions, 'run')}, " if ledger.sessions > 1 else ""
     yield (
         f"job {ledger.run_id or '?'}: {scheduled}{_count(ledger.workers, 'worker')}, "
@@ -53,10 +53,14 @@ def _lines(ledger: Ledger) -> Iterator[str]:
             f"  of which injected by --chaos: {duration(ledger.injected_seconds)},"
             f" {_share(share).strip()} of all, after {_count(ledger.injected_faults or 0, 'fault')}"
         )
-    if ledger.highest_step is None:
+    if ledger.running:
+        yield ""
+        yield "  The job runs. Its agents record the time of workers every minute, or every 2 % of"
+        yield "  their age if that is longer; the time after that is left out."
+    elif ledger.highest_step is None:
         yield ""
         yield "  The script reports no steps, so its time is unknown: call regrow.step(n)."
-    elif ledger.silent_workers:
+    if ledger.highest_step is not None and ledger.silent_workers:
         yield ""
         silent = _count(ledger.silent_workers, "worker")
         yield f"  {silent} of a node reported no steps: call regrow.step(n) on every rank."
