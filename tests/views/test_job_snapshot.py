@@ -68,6 +68,20 @@ def test_steps_come_from_the_page_and_show_which_rank_is_behind(
     assert all(rank.pace is not None and rank.pace > 0 for rank in found.ranks)
 
 
+@pytest.mark.parametrize(("steps", "late"), [(1001, True), (21, True), (3, False)])
+def test_a_rank_that_makes_no_more_steps_has_no_pace(
+    job: WrittenJob, tmp_path: Path, steps: int, late: bool
+) -> None:
+    job.start()
+    job.begun -= 120
+    for rank in range(2):
+        job.step(rank, steps, ago=20 + rank)
+    found = seen(tmp_path)
+    assert [rank.pace == 0 for rank in found.ranks] == [late, late]
+    assert (found.pace == 0, found.state) == (late, "running")
+    assert found.step_age_s == found.ranks[0].step_age_s
+
+
 def test_a_watch_follows_a_job_through_a_restart(job: WrittenJob, tmp_path: Path) -> None:
     job.start()
     follows = watch(tmp_path)
@@ -100,6 +114,36 @@ def test_a_job_whose_agent_is_gone_was_killed(tmp_path: Path) -> None:
     found = seen(tmp_path)
     assert (found.state, found.is_over) == ("killed", True)
     assert {rank.state for rank in found.ranks} == {"unknown"}
+    job.close()
+
+
+def test_a_killed_job_reached_at_least_the_steps_that_its_log_shows(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, 3, pid=ended_pid())
+    job.start()
+    for rank, step in enumerate((1461, 1461, 1460)):
+        job.emit("worker.first_step", rank=rank, local_rank=rank, step=step, step_monotonic=1.0)
+    accounts = {
+        "0": {"highest_step": 1500, "counts": {"first_step": 1, "steps": 39}},
+        "1": {"highest_step": 1560, "counts": {"first_repeated_step": 1, "repeated_steps": 9}},
+    }
+    job.emit("worker.accounts", accounts=accounts)
+    job.close()  # as the kernel does when the agent is killed
+    found = seen(tmp_path)
+    assert [(rank.step, rank.step_is_minimum) for rank in found.ranks] == [
+        (1500, True),
+        (1461, True),  # the job had reached step 1560 before this attempt
+        (1460, True),
+    ]
+    assert (found.step, found.step_is_minimum, found.state) == (1500, True, "killed")
+    assert [rank.behind for rank in found.ranks] == [0, 0, 0]
+
+
+def test_the_age_of_a_step_that_is_out_of_reach_is_unknown(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, host="elsewhere")
+    job.start()
+    job.emit("worker.first_step", rank=0, local_rank=0, step=1, step_monotonic=1.0)
+    found = seen(tmp_path)
+    assert (found.step, found.step_is_minimum, found.step_age_s) == (1, True, None)
     job.close()
 
 
@@ -141,6 +185,7 @@ def test_a_finished_job_keeps_its_last_steps(job: WrittenJob, tmp_path: Path) ->
     job.finish("SUCCEEDED")
     found = seen(tmp_path)
     assert (found.state, found.is_over, found.step) == ("succeeded", True, 30)
+    assert not found.step_is_minimum
     assert [(rank.state, rank.step) for rank in found.ranks] == [
         ("succeeded", 30),
         ("succeeded", 29),
@@ -227,12 +272,15 @@ NAMES = [
     *("worker.failed", "worker.suspended", "worker.resumed", "timer.expired", "worker.vacated"),
     *("heartbeat.stalled", "inprocess.lost", "inprocess.restarted", "worker.replaced"),
     *("worker.first_step", "round.ended", "rendezvous.lost", "job.stopping", "job.finished", "x"),
+    "worker.accounts",
 ]
 FIELDS = [
     *("time", "monotonic", "rank", "attempt", "round", "ranks", "pids", "kept", "state", "page"),
     *("last_steps", "reason", "signal", "message", "command", "agent", "step", "step_monotonic"),
     *("incarnation", "restarts_left", "iteration", "seconds", "replaced", "why", "host", "kind"),
+    *("accounts", "repeated_steps"),
 ]
+KEYS = ["0", "1", "last_step", "pid", "fd", "counts", "steps", "highest_step", "repeated_steps"]
 VALUES = st.recursive(
     st.one_of(
         st.none(),
@@ -244,7 +292,7 @@ VALUES = st.recursive(
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["0", "1", "last_step", "pid", "fd"]), inner, max_size=3),
+        st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
     ),
     max_leaves=5,
 )

@@ -15,10 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from regrow._accounts import FIRST_STEP, STEPS
 from regrow.events import Story, story
 from regrow.events.evidence import Record, integer, one_line, real, text
 from regrow.views.pages import StepSample
 from regrow.views.restarts import Evidence, Restart, restarts_of
+
+PACE_S = 5.0
+"""Seconds over which the pace of a rank is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +61,17 @@ class Rank:
     """How many processes took its place in this attempt."""
     step: int | None = None
     """Its last step; None if it has reported none."""
+    step_is_minimum: bool = False
+    """Whether it may have made further steps, because its page is out of reach."""
     step_at: float | None = None
-    """Time of its last step on the node's monotonic clock, in seconds."""
+    """Time of its last step on the node's monotonic clock, in seconds; None if unknown."""
     step_age_s: float | None = None
     """Seconds since its last step; None if it does not run, or the clock is unknown."""
     pace: float | None = None
-    """Steps per second of late, or over the attempt."""
+    """Steps per second of late, or over the attempt.
+
+    0 if the rank is late: its last step is older than `PACE_S` and than two steps at its pace.
+    """
     phase: str = ""
     """The phase of the script in which it is (`regrow.phase`); "" outside of phases."""
     behind: int = 0
@@ -133,8 +142,12 @@ class Snapshot:
     """Why the job ended."""
     step: int | None
     """The highest last step of a rank in the latest attempt."""
+    step_is_minimum: bool
+    """Whether a rank may have made further steps, because its page is out of reach."""
     pace: float | None
-    """Steps per second of the slowest rank."""
+    """Steps per second of the slowest rank; 0 if a rank is late."""
+    step_age_s: float | None
+    """Seconds since the last step of any running rank; None if unknown."""
     lost_steps: int
     """Steps that were done again, over all restarts."""
     nodes: tuple[Node, ...]
@@ -191,7 +204,11 @@ def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot
         ),
         reason=one_line(of_job.reason or ""),
         step=max((rank.step for rank in ranks if rank.step is not None), default=None),
+        step_is_minimum=any(rank.step_is_minimum for rank in ranks),
         pace=min((rank.pace for rank in running if rank.pace is not None), default=None),
+        step_age_s=min(
+            (rank.step_age_s for rank in running if rank.step_age_s is not None), default=None
+        ),
         lost_steps=sum(restart.lost_steps or 0 for restart in restarts),
         nodes=nodes,
         ranks=ranks,
@@ -230,6 +247,8 @@ class _Log:
     index: int
     last_start: Record | None = None
     """Start of its latest attempt; only this one has `ranks`, because there may be thousands."""
+    last_accounts: Record | None = None
+    """The latest accounts of its workers."""
     host: str = "?"
     command: str = ""
     state: str = "waiting"
@@ -273,8 +292,8 @@ class _Log:
 
 def _read(index: int, source: Source) -> _Log:
     log = _Log(index)
-    starts = (e for e in reversed(source.events) if text(e, "name") == "regrow.attempt.started")
-    log.last_start = next(starts, None)
+    log.last_start = _last(source.events, "regrow.attempt.started")
+    log.last_accounts = _last(source.events, "regrow.worker.accounts")
     for event in source.events:
         log.last = real(event, "time") or log.last
         log.last_monotonic = real(event, "monotonic") or log.last_monotonic
@@ -283,6 +302,10 @@ def _read(index: int, source: Source) -> _Log:
     runs = log.state not in _OVER and source.alive is not False
     log.ranks = [_with_steps(rank, source, runs=runs) for rank in log.ranks]
     return log
+
+
+def _last(events: Sequence[Record], name: str) -> Record | None:
+    return next((event for event in reversed(events) if event.get("name") == name), None)
 
 
 def _apply(log: _Log, name: str, event: Record) -> None:
@@ -338,8 +361,9 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             for rank in _numbers(event.get("replaced")):
                 log.change({"rank": rank}, state="running", what="")
         case "worker.first_step":
-            step, at = integer(event, "step"), real(event, "step_monotonic")
-            log.change(event, step=step, step_at=at)
+            log.change(event, step=integer(event, "step"), step_is_minimum=True)
+        case "worker.accounts" if event is log.last_accounts:
+            log.ranks = [_with_account(rank, event.get("accounts")) for rank in log.ranks]
         case "round.ended" | "rendezvous.lost":
             log.incident = one_line(text(event, "why") or log.incident)
             log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
@@ -385,11 +409,23 @@ def _end(log: _Log, event: Record) -> None:
         mark = steps.get(str(rank.rank))
         if isinstance(mark, Mapping):
             sample = _sample(mark)
-            rank = replace(rank, step=integer(mark, "last_step"), pace=_mean_pace(sample))
+            step = integer(mark, "last_step")
+            rank = replace(rank, step=step, step_is_minimum=False, pace=_mean_pace(sample))
         if rank.state not in ("failed", "lost", "hung"):
             rank = replace(rank, state=after)
         ranks.append(rank)
     log.ranks = ranks
+
+
+def _with_account(rank: Rank, accounts: object) -> Rank:
+    """Add the last step that the rank was the first of the job to reach."""
+    account = accounts.get(str(rank.rank)) if isinstance(accounts, Mapping) else None
+    found = account if isinstance(account, Mapping) else {}
+    highest, counts = integer(found, "highest_step"), found.get("counts")
+    # Without a new step of its own, the highest step is one of an earlier attempt.
+    if highest is None or not isinstance(counts, Mapping) or not {FIRST_STEP, STEPS} & set(counts):
+        return rank
+    return replace(rank, step=max(highest, rank.step or highest), step_is_minimum=True)
 
 
 def _sample(mark: Record) -> StepSample | None:
@@ -412,21 +448,25 @@ def _with_steps(rank: Rank, source: Source, *, runs: bool) -> Rank:
     sample = source.samples.get(rank.local_rank)
     if sample is not None:
         pace = source.paces.get(rank.local_rank) or _mean_pace(sample)
-        rank = replace(rank, step=sample.last, step_at=sample.last_at, pace=pace)
+        step, at = sample.last, sample.last_at
+        rank = replace(rank, step=step, step_is_minimum=False, step_at=at, pace=pace)
     if rank.state in _ENDED:
         return rank
     if sample is not None:
         rank = replace(rank, phase=sample.phase)
     if not runs:
         return replace(rank, state="unknown")
-    if rank.step_at is not None and source.now is not None:
-        rank = replace(rank, step_age_s=max(source.now - rank.step_at, 0.0))
-    return rank
+    if rank.step_at is None or source.now is None:
+        return rank
+    age = max(source.now - rank.step_at, 0.0)
+    is_late = rank.pace and age > max(PACE_S, 2 / rank.pace)
+    return replace(rank, step_age_s=age, pace=0.0 if is_late else rank.pace)
 
 
 def _with_behind(ranks: list[Rank]) -> tuple[Rank, ...]:
-    first = max((rank.step for rank in ranks if rank.step is not None), default=0)
-    found = [r if r.step is None else replace(r, behind=first - r.step) for r in ranks]
+    exact = {r.rank: r.step for r in ranks if r.step is not None and not r.step_is_minimum}
+    first = max(exact.values(), default=0)
+    found = [replace(r, behind=first - exact.get(r.rank, first)) for r in ranks]
     return tuple(sorted(found, key=lambda rank: rank.rank))
 
 

@@ -17,12 +17,10 @@ from typing import Any
 
 from regrow.events import Story
 from regrow.events.evidence import integer
-from regrow.views.job_snapshot import Snapshot, Source, snapshot, story_of
+from regrow.views.job_snapshot import PACE_S, Snapshot, Source, snapshot, story_of
 from regrow.views.pages import StepPage, StepSample
 from regrow.views.runs import EventReader, Job, Library, Run
 
-PACE_S = 5.0
-"""Seconds over which the pace of a rank is measured."""
 SEARCH_S = 2.0
 """Seconds between two searches for further agents of a running job."""
 

@@ -91,10 +91,10 @@ class WrittenJob:
         )
         self.begun = time.monotonic()
 
-    def step(self, rank: int, step: int, first: int = 1) -> None:
-        """Report a step of a rank, as `regrow.step` does."""
+    def step(self, rank: int, step: int, first: int = 1, ago: float = 0.0) -> None:
+        """Report a step of a rank, as `regrow.step` did `ago` seconds ago."""
         assert self._page is not None
-        values = (first, self.begun, step, time.monotonic())
+        values = (first, self.begun, step, time.monotonic() - ago)
         rest = SLOT.unpack_from(self._page, self.ranks.index(rank) * SLOT.size)[4:]
         SLOT.pack_into(self._page, self.ranks.index(rank) * SLOT.size, *values, *rest)
 
