@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,11 +30,12 @@ def job(tmp_path: Path) -> Iterator[WrittenJob]:
     written.close()
 
 
-def shown(runs: Path, height: int | None, fault: str | None = None) -> str:
+def shown(runs: Path, height: int | None = None, fault: str | None = None, width: int = 120) -> str:
     library = Library([str(runs)])
     out = io.StringIO()
     snapshot = JobWatch(library, library.jobs()[0]).snapshot()
-    Console(file=out, width=120).print(render(snapshot, height, fault))
+    console = Console(file=out, width=width, height=height)
+    console.print(render(snapshot, console, fits=height is not None, fault=fault))
     return out.getvalue()
 
 
@@ -72,12 +74,61 @@ def test_a_small_terminal_shows_the_ranks_that_need_attention(
     assert "more: " in text
 
 
+LONG = "RuntimeError: CUDA error: " + "an illegal memory access was encountered; " * 5
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("height", [24, None])
+def test_a_long_message_leaves_room_for_the_ranks(
+    job: WrittenJob, tmp_path: Path, width: int, height: int | None
+) -> None:
+    for restart in range(6):
+        for rank in range(512):
+            job.step(rank, 123456 - rank)
+        job.fail(1, f"{LONG}{restart}")
+        job.emit("job.restarting", restart_count=1, restarts_left=3, delay_s=0, reason=LONG)
+        job.start()
+    for rank in range(512):
+        job.step(rank, 123456 - rank)
+    job.emit("heartbeat.stalled", rank=500, local_rank=500, pid=1500, message=LONG)
+    text = shown(tmp_path, height, width=width)
+    assert height is None or len(text.splitlines()) == height
+    rows = [line.split() for line in text.splitlines()]
+    (row,) = [row for row in rows if row[:2] == ["500", "stalled"]]
+    assert row[2:4] == ["122956", "500"]
+    assert row[4] not in ("-", "...")
+    assert "1500" in row
+
+
+def test_a_hang_of_all_ranks_is_in_the_head(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    job.start()
+    job.begun -= 120
+    for rank in range(2):
+        job.step(rank, 1000, ago=38)
+    head = " ".join(shown(tmp_path).partition("node ")[0].split())
+    assert "step 1000, 0 steps/s, last step 3" in head
+    job.close()
+
+
+def test_the_step_of_a_killed_job_is_a_minimum(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    job = WrittenJob(tmp_path, pid=ended.pid)
+    job.start()
+    job.emit("worker.first_step", rank=1, local_rank=1, step=1461, step_monotonic=1.0)
+    job.close()
+    text = shown(tmp_path)
+    assert "step at least 1461" in text
+    assert ["1", "unknown", ">=1461"] in [line.split()[:3] for line in text.splitlines()]
+
+
 def test_a_job_that_is_over_ran_and_repeats_no_state(tmp_path: Path) -> None:
     written = WrittenJob(tmp_path)
     written.start()
     written.end("SUCCEEDED", "succeeded")
     written.finish("SUCCEEDED", reason="succeeded")
-    head = shown(tmp_path, None).partition("node ")[0].splitlines()
+    head = shown(tmp_path).partition("node ")[0].splitlines()
     assert head[0].endswith("train.py job  succeeded")
     assert [line[:7] for line in head[1:] if line] == ["ran for"]
 
@@ -85,7 +136,7 @@ def test_a_job_that_is_over_ran_and_repeats_no_state(tmp_path: Path) -> None:
 def test_a_text_of_a_job_is_no_markup(job: WrittenJob, tmp_path: Path) -> None:
     job.fail(1, "[bold]ValueError[/nothing]")
     WrittenJob(tmp_path, [512], host="[red]node1[/nothing]")
-    text = shown(tmp_path, None)
+    text = shown(tmp_path)
     assert "[bold]ValueError[/nothing]" in text
     assert "[red]node1[/nothing]" in text
 
@@ -94,12 +145,12 @@ def test_the_ranks_that_are_not_shown_are_counted(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path, 2)
     job.start(world_size=4)
     hint = "without 2 ranks of other hosts: give their log directories or --rdzv-endpoint"
-    assert hint in shown(tmp_path, None)
-    asked = shown(tmp_path, None, fault="")
+    assert hint in shown(tmp_path)
+    asked = shown(tmp_path, fault="")
     assert "without 2 ranks of other hosts, because their agents have sent no answer" in asked
     assert "--rdzv-endpoint" not in asked, "it was given"
     job.start(world_size=2)
-    assert "of other hosts" not in shown(tmp_path, None)
+    assert "of other hosts" not in shown(tmp_path)
     job.close()
 
 
@@ -132,4 +183,5 @@ def test_a_terminal_is_redrawn_until_ctrl_c(job: WrittenJob, tmp_path: Path) -> 
 def test_without_a_job_it_says_so(tmp_path: Path) -> None:
     done = top(str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"regrow top: no job in {tmp_path}: give the --log-dir of one\n"
+    hint = f"or {tempfile.gettempdir()}/torchelastic_* for jobs without --log-dir"
+    assert done.stderr == (f"regrow top: no job in {tmp_path}: give the --log-dir of one, {hint}\n")

@@ -34,65 +34,72 @@ def show(library: Library, console: Console, *, once: bool) -> None:
     watch = JobWatch(library, library.jobs()[0])
     remote = library.remote
 
-    def drawn(snapshot: Snapshot, height: int | None) -> RenderableType:
+    def drawn(snapshot: Snapshot, *, fits: bool) -> RenderableType:
         fault = remote.fault() if remote is not None else None
-        return render(snapshot, height, fault)
+        return render(snapshot, console, fits=fits, fault=fault)
 
     try:
         if once:
-            console.print(drawn(watch.snapshot(), None))
+            console.print(drawn(watch.snapshot(), fits=False))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             snapshot = watch.snapshot()
             while not (snapshot.is_over or (remote is not None and remote.is_gone())):
-                live.update(drawn(snapshot, console.height), refresh=True)
+                live.update(drawn(snapshot, fits=True), refresh=True)
                 sleep(REFRESH_S)
                 snapshot = watch.snapshot()
-        console.print(drawn(snapshot, None))
+        console.print(drawn(snapshot, fits=False))
     except KeyboardInterrupt:
         pass
     finally:
         watch.close()
 
 
-def render(snapshot: Snapshot, height: int | None, fault: str | None = None) -> RenderableType:
+def render(
+    snapshot: Snapshot, console: Console, *, fits: bool, fault: str | None = None
+) -> RenderableType:
     """Return the view of a job.
 
     Args:
         snapshot: the job.
-        height: rows of the terminal. If the ranks do not fit, those are shown that need attention:
-            first those that do not run, then those that are most behind. None: no limit.
+        console: the terminal.
+        fits: whether the view must fit on the terminal. Long texts are then cut, and if there is no
+            room for all ranks, those are shown that need attention: first those that do not run,
+            then those that are most behind.
         fault: why the other hosts are not reached now; empty if they are, None without an endpoint.
     """
-    parts: list[RenderableType] = [_head(snapshot), _nodes(snapshot.nodes)]
+    above: list[RenderableType] = [_head(snapshot), _nodes(snapshot.nodes, fits)]
     if fault:
-        parts.append(Text(f"not reached now: {fault}", "red"))
+        above.append(_text(f"not reached now: {fault}", fits, "red"))
     if snapshot.restarts:
-        parts.append(_restarts(snapshot.restarts[-MOST_RESTARTS:]))
+        above.append(_restarts(snapshot.restarts[-MOST_RESTARTS:], fits))
+    below: list[RenderableType] = []
     hidden = (snapshot.world_size or 0) - len(snapshot.ranks)
-    used = 8 + bool(fault) + (hidden > 0) + len(snapshot.nodes)
-    used += min(len(snapshot.restarts), MOST_RESTARTS) * 2
-    room = len(snapshot.ranks) if height is None else max(height - used, 3)
-    parts.append(_ranks(snapshot.ranks, room))
     if hidden > 0:
         ranks = f"{hidden} rank{'s' if hidden != 1 else ''} of other hosts"
         why = ": give their log directories or --rdzv-endpoint"
         if fault is not None:
             why = ", because their agents have sent no answer"
-        parts.append(Text(f"without {ranks}{why}", "dim"))
-    return Group(*parts)
+        below.append(Text(f"without {ranks}{why}", "dim"))
+    room = len(snapshot.ranks)
+    if fits:
+        used = len(console.render_lines(Group(*above, *below)))
+        room = max(console.height - used - 2, 3)  # without the heading, and the number of the rest
+    return Group(*above, _ranks(snapshot.ranks, room), *below)
 
 
 def _head(s: Snapshot) -> Text:
     line = Text.assemble(
         ("regrow ", "bold"), f"{s.script or 'job'} {s.run_id or ''}  ", _state(s.state)
     )
+    at_least = "at least " if s.step_is_minimum else ""
     facts = [
         f"{'ran' if s.is_over else 'running'} for {_duration(s.duration_s)}",
         f"attempt {_number(s.attempt)}",
         f"{_number(s.world_size)} workers",
-        f"step {_number(s.step)}",
+        f"step {at_least}{_number(s.step)}",
         f"{_number(s.pace)} steps/s",
+        *([f"last step {_ago(s.step_age_s)}"] if s.step_age_s is not None else []),
         f"restarts {sum(each.restarted for each in s.restarts)}",
         f"restarts left {_number(s.restarts_left)}",
         f"steps done again {s.lost_steps}",
@@ -101,21 +108,21 @@ def _head(s: Snapshot) -> Text:
     return line.append("\n" + ", ".join(facts)).append(f"\n{s.reason}" if is_reason_new else "")
 
 
-def _nodes(nodes: Sequence[Node]) -> Table:
+def _nodes(nodes: Sequence[Node], fits: bool) -> Table:
     table = _table("node", "state", "node rank", "attempt", "round", "answered", "latest")
     for node in nodes:
         numbers = (_number(node.node_rank), _number(node.attempt), _number(node.round))
-        host, incident = Text(node.host), Text(node.incident)
+        host, incident = _text(node.host, fits), _text(node.incident, fits)
         table.add_row(host, _state(node.state), *numbers, _ago(node.answered_s), incident)
     return table
 
 
-def _restarts(restarts: Sequence[Restart]) -> Table:
+def _restarts(restarts: Sequence[Restart], fits: bool) -> Table:
     table = _table("rung", "cause", "rank", "what", "took")
     for each in restarts:
         healed = f"{each.rung} {RUNG_NAMES[each.rung]}" if each.restarted else "not healed"
         took = _duration(each.phases[-1][1]) if each.phases else "-"
-        table.add_row(healed, each.cause, _number(each.rank), Text(each.what), took)
+        table.add_row(healed, each.cause, _number(each.rank), _text(each.what, fits), took)
     return table
 
 
@@ -124,22 +131,23 @@ def _ranks(ranks: Sequence[Rank], room: int) -> RenderableType:
     table = _table(*columns, right=("rank", "step", "behind", "steps/s", "last step", "pid"))
     urgent = sorted(ranks, key=lambda rank: (rank.state == "running", -rank.behind, rank.rank))
     for rank in sorted(urgent[:room], key=lambda rank: rank.rank):
+        what = f"{rank.what} (replaced {rank.replaced} times)" if rank.replaced else rank.what
         table.add_row(
             str(rank.rank),
             _state(rank.state),
-            _number(rank.step),
+            f"{'>=' if rank.step_is_minimum else ''}{_number(rank.step)}",
             str(rank.behind or ""),
             _number(rank.pace),
-            Text(rank.phase or "-"),
-            _ago(rank.step_age_s),
+            _text(rank.phase or "-", True),
+            Text(_ago(rank.step_age_s), "yellow" if rank.pace == 0 else ""),
             str(rank.pid or "-"),
-            Text(f"{rank.what} (replaced {rank.replaced} times)" if rank.replaced else rank.what),
+            _text(what, True),
         )
     if len(ranks) <= room:
         return table
     left = Counter(rank.state for rank in urgent[room:])
     more = ", ".join(f"{count} {state}" for state, count in left.items())
-    return Group(table, Text(f"and {len(ranks) - room} more: {more}", "dim"))
+    return Group(table, _text(f"and {len(ranks) - room} more: {more}", True, "dim"))
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -148,9 +156,18 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
         table.add_column(
             column,
             justify="right" if column in right else "left",
-            no_wrap=column not in ("what", "latest"),
+            no_wrap=column not in _NARROWED,
         )
     return table
+
+
+_NARROWED = ("node", "latest", "what", "phase", "")
+"""The columns with texts of any length; only these become narrower if a table is too wide."""
+
+
+def _text(text: str, is_cut: bool, style: str = "") -> Text:
+    """Return a text that is cut at the end of the line, or continues on the next one."""
+    return Text(text, style, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
 
 
 def _state(state: str) -> Text:

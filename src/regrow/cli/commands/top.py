@@ -39,11 +39,14 @@ def main(arguments: Sequence[str]) -> None:
     from rich.console import Console
 
     from regrow.views.top import show
+    from regrow.workers.logs.specs import temporary_directory
 
     library = library_of(args, parser)
     if not library.jobs():
         runs = ", ".join(args.runs) or "."
-        where = args.rdzv_endpoint or f"{runs}: give the --log-dir of one"
+        unnamed = f"{temporary_directory()}/torchelastic_*"
+        hint = f"give the --log-dir of one, or {unnamed} for jobs without --log-dir"
+        where = args.rdzv_endpoint or f"{runs}: {hint}"
         parser.exit(2, f"regrow top: no job in {where}\n")
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else int(os.environ.get("COLUMNS") or 120)
