@@ -179,6 +179,9 @@ def test_a_wrong_token_and_another_job_are_refused(job: Elsewhere) -> None:
         done = job.hosts.regrow(f"{asked} mine --rdzv-token-file other.token")
         assert (done.code, done.output.count("\n")) == (1, 1)
         assert "refused the token" in done.output
+        done = job.hosts.regrow(f"{asked} mine")
+        assert (done.code, done.output.count("\n")) == (1, 1)
+        assert "no token was given, and this job needs one" in done.output
         done = job.hosts.regrow(f"{asked} other --rdzv-token-file job.token")
         assert (done.code, done.output.count("\n")) == (75, 1)
         assert "does not run the rounds of this job" in done.output

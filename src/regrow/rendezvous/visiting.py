@@ -7,6 +7,7 @@ follows the job to the next round, and to the server that takes over from a lost
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
@@ -22,6 +23,7 @@ from regrow.store import (
     StoreTimeout,
     connect,
     endpoint_of,
+    load_token,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
     from regrow.store import Store, StoreClient
 
 _ROUND: Final = "running-round"
+_NO_TOKEN: Final = (
+    "no token was given, and this job needs one: give its token with --rdzv-token-file, "
+    "REGROW_TOKEN_FILE or REGROW_TOKEN; only the user of a job that was started without one needs "
+    "none"
+)
 
 
 def note_round(store: Store, round: int) -> None:
@@ -60,6 +67,7 @@ class JobVisitor:
         self._credentials = {
             endpoint_of(host, port): credentials(params, host) for host, port in listed
         }
+        self._has_token = bool(params.get("token_file")) or load_token(os.environ) is not None
         self._first_host = listed[0][0]
         self._servers: list[str] = []
         """The endpoints of agents that may serve, as the job has named them."""
@@ -73,7 +81,7 @@ class JobVisitor:
 
         Raises:
             RendezvousConnectionError: no server runs this job, or no round runs.
-            RendezvousError: the token is wrong.
+            RendezvousError: the token is wrong or missing.
         """
         reasons = []
         for where in self._endpoints():
@@ -82,7 +90,8 @@ class JobVisitor:
                     self._client = self._connect(where, timeout)
                 return self._running_round(self._client, timeout)
             except StoreAuthError as error:
-                raise RendezvousError(f"{where}: {error}") from error
+                refused = error if self._has_token else _NO_TOKEN
+                raise RendezvousError(f"{where}: {refused}") from error
             except StoreTimeout:
                 reasons.append(f"{where}: no round of this job runs")
             except (StoreError, ValueError) as error:
