@@ -173,6 +173,47 @@ def test_regrow_events_merges_the_directories_of_the_hosts(tmp_path: Path) -> No
     assert out.getvalue() == story(log_of(ONE) + log_of(TWO)).render() + "\n"
 
 
+def run_of(host: Host, begin: float, state: str, step: int) -> list[Line]:
+    """A run of the job on one host: rank 1 fails 2 s after its begin, at a step."""
+    fields: Line = {"rank": 1, "pid": int(begin), "exit_code": 1, "message": f"at step {step}"}
+    line = host.line
+    return [
+        line(begin, "job.started", -1, nproc_per_node=2, max_restarts=0),
+        line(begin + 0.5, "attempt.started", 0, world_size=2),
+        line(begin + 2.1, "worker.failed", 0, **fields, failed_monotonic=begin + 2.0),
+        line(begin + 2.2, "attempt.ended", 0, state="FAILED", last_steps={}),
+        {"name": "regrow.log.gap", "lost": 1},
+        line(begin + 2.5, "job.finished", 0, state=state, duration_s=2.5, exit_code=1),
+    ]
+
+
+def test_the_runs_of_a_job_that_was_started_again_have_a_story_each(tmp_path: Path) -> None:
+    runs = [run_of(ONE, 0.0, "FAILED", 10), run_of(ONE, 5.0, "FAILED", 20)]
+    second, first = (written(tmp_path / name, runs[i]) for i, name in ((1, "a"), (0, "b")))
+    out = io.StringIO()
+    assert print_story(second, first, second, as_json=False, out=out) == 0
+    assert out.getvalue().split("\n\n") == [
+        story(runs[0]).render(),
+        story(runs[1]).render() + "\n",
+    ]
+    out = io.StringIO()
+    assert print_story(first, second, as_json=True, out=out) == 0
+    found = json.loads(out.getvalue())
+    assert [each["started_at"] for each in found] == [DAY, DAY + 5]
+    assert [each["failures"][0]["others"] for each in found] == [[], []]
+    assert [each["events_lost"] for each in found] == [1, 1]
+
+
+def test_the_hosts_of_each_run_are_merged(tmp_path: Path) -> None:
+    hosts = [ONE, Host("node2", 90_000.0, fast=1.0)]
+    runs = [run_of(host, begin, "FAILED", 10) for begin in (0.0, 100.0) for host in hosts]
+    dirs = [written(tmp_path / str(i), lines) for i, lines in enumerate(runs)]
+    out = io.StringIO()
+    assert print_story(*dirs, as_json=False, out=out) == 0
+    first, second = (story(a + b).render() for a, b in (runs[:2], runs[2:]))
+    assert out.getvalue() == f"{first}\n\n{second}\n"
+
+
 def test_directories_of_different_jobs_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         short_scope,
     )
     from regrow.events.printing import print_story
+    from regrow.events.runs import Run, Session, jobs_of, runs_of
     from regrow.events.story_incidents import clean, duration
     from regrow.events.story_text import after_report
     from regrow.events.story_types import (
@@ -97,6 +98,7 @@ __getattr__, __dir__ = lazily(
         "causes": "Cause find_cause",
         "evidence": "STOP_SPREAD_S describe_failure left_for_signal short_scope",
         "printing": "print_story",
+        "runs": "Run Session jobs_of runs_of",
         "story_incidents": "clean duration",
         "story_text": "after_report",
         "story_types": (

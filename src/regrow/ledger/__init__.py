@@ -4,11 +4,14 @@
 whether an agent without a recorded end still runs on this host is asked. A `Ledger` has the
 totals and the spans of each worker, from which views draw a timeline.
 
-`buckets` has the names. `runs` groups logs into jobs, and `attempts` the events of a run. `spans`
-divides the time of a run, and `split` the time of a process, by the account that the worker keeps
-(`regrow._accounts`). `lost` adds up what a fault cost.
+`buckets` has the names. `regrow.events.runs` groups logs into jobs, and `attempts` the events of a
+run. `spans` divides the time of a run, and `split` the time of a process, by the account that the
+worker keeps (`regrow._accounts`). `lost` adds up what a fault cost.
 """
 
+from regrow.events import Session as Session
+from regrow.events import jobs_of as jobs_of
+from regrow.events import runs_of as runs_of
 from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, UNKNOWN, is_phase, title
 from regrow.ledger.ledger import Ledger, build_ledgers
 from regrow.ledger.lost import SURVIVED as SURVIVED
@@ -16,9 +19,6 @@ from regrow.ledger.lost import LostTime as LostTime
 from regrow.ledger.lost import lost_time as lost_time
 from regrow.ledger.reading import find_logs, read_ledgers
 from regrow.ledger.reading import read_logs as read_logs
-from regrow.ledger.runs import Session as Session
-from regrow.ledger.runs import jobs_of as jobs_of
-from regrow.ledger.runs import runs_of as runs_of
 from regrow.ledger.spans import Span
 from regrow.ledger.table import render
 

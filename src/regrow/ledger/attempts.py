@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow import _accounts as rows
+from regrow.events import Run
 from regrow.events.evidence import Record, integer, real, text
-from regrow.ledger.runs import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from regrow.events import Session, jobs_of, runs_of
 from regrow.events.evidence import Record, text
 from regrow.ledger import buckets
 from regrow.ledger.attempts import NodeAttempt, attempts_of
 from regrow.ledger.lost import injected_s
-from regrow.ledger.runs import Session, jobs_of, runs_of
 from regrow.ledger.spans import Known, Span, add_up, spans_of
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from regrow import _accounts as rows
+from regrow.events import Run
 from regrow.events.evidence import integer, real, text
 from regrow.ledger import buckets
 from regrow.ledger.attempts import (
@@ -25,7 +26,6 @@ from regrow.ledger.attempts import (
     list_of,
     reading,
 )
-from regrow.ledger.runs import Run
 from regrow.ledger.split import Process, ProcessEnd, Seconds, redone_steps, split
 
 

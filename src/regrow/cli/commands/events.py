@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
         nargs="+",
         metavar="LOGDIR",
         help="the directory given as --log-dir (its newest job is printed), the directory of one"
-        " run in it, or an events.jsonl; of several hosts, give those of each host",
+        " run in it, or an events.jsonl; of several hosts or runs, give those of each",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     args = parser.parse_args(arguments)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from regrow.events.evidence import Record, integer, real, text
+from regrow.events.log import NO_ID
 from regrow.utils import start_ticks
 
-_NO_ID = "none"  # default of --rdzv-id
 _ROUND_ENDED = "regrow.round.ended"
 MOST_WORKERS = 4096  # of one agent; a larger number in a log is taken for an error
 
@@ -127,7 +127,7 @@ def jobs_of(runs: Iterable[Run]) -> list[tuple[Session, ...]]:
         job = latest.get(run.run_id)
         if job is not None and run.begin + run.offset < job[-1].end:
             job[-1] = Session((*job[-1].runs, run))
-        elif job is not None and run.run_id not in (None, _NO_ID) and not job[-1].succeeded:
+        elif job is not None and run.run_id not in (None, NO_ID) and not job[-1].succeeded:
             job.append(Session((run,)))
         else:
             jobs.append(job := [Session((run,))])
