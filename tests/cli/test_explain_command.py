@@ -114,15 +114,16 @@ def test_a_killed_job_with_a_torn_log_is_explained(
     assert "unknown: the log ends here" in printed.out
 
 
+@pytest.mark.parametrize(("id", "named"), [("demo", "job demo"), ("none", "the job")])
 def test_a_job_without_failures_is_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    id: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = put("exception", tmp_path / "a")
     lines = log.read_text().splitlines(keepends=True)
     until = next(n for n, line in enumerate(lines) if "worker.failed" in line)
-    log.write_text("".join(lines[:until]))
+    log.write_text("".join(lines[:until]).replace('"run_id": "demo"', f'"run_id": "{id}"'))
     assert main(["explain", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("job demo: nothing has failed in its logs")
+    assert capsys.readouterr().out.startswith(f"{named}: nothing has failed in its logs")
     assert main(["explain", "--json", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["explain", str(tmp_path), "1"]) == 2

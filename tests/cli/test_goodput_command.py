@@ -41,6 +41,15 @@ def test_it_prints_both_ratios_and_what_is_unknown(
     assert "regrow.step" in printed.out
 
 
+@pytest.mark.parametrize(("run_id", "line"), [("first", "job first: 2 w"), ("none", "job: 2 w")])
+def test_the_id_of_a_job_is_printed_if_it_has_one(
+    run_id: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "a", run_id, 100)
+    assert main(["goodput", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(line)
+
+
 def test_the_job_that_began_last_is_shown_unless_another_one_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from regrow.events.evidence import Record, integer, real, root_cause, text
 from regrow.events.in_process import silent_s
+from regrow.events.runs import Run
 from regrow.ledger import buckets
 from regrow.ledger.attempts import NodeAttempt
-from regrow.ledger.runs import Run
 from regrow.ledger.spans import Span
 
 SURVIVED = ("inprocess.restarted", "worker.replaced")

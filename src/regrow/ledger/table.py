@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from regrow.events import NO_ID, clean
 from regrow.ledger import buckets
 from regrow.ledger.ledger import Ledger
 
@@ -20,9 +21,10 @@ def _lines(ledger: Ledger) -> Iterator[str]:
     total = ledger.total
     productive, unknown = ledger.seconds[buckets.PRODUCTIVE], ledger.seconds[buckets.UNKNOWN]
     end = "" if ledger.finished or ledger.running else "; its end is not recorded"
+    id = "" if ledger.run_id in (None, NO_ID) else f" {clean(ledger.run_id or '')}"
     scheduled = f"{_count(ledger.sessions, 'run')}, " if ledger.sessions > 1 else ""
     yield (
-        f"job {ledger.run_id or '?'}: {scheduled}{_count(ledger.workers, 'worker')}, "
+        f"job{id}: {scheduled}{_count(ledger.workers, 'worker')}, "
         f"{_count(ledger.attempts, 'start')} of the workers, {duration(ledger.end - ledger.begin)}"
         f"{end}"
     )

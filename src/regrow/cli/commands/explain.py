@@ -36,16 +36,17 @@ def main(arguments: Sequence[str]) -> None:
     runs, number = _split(args.log_dirs)
     if not runs:
         parser.error("LOGDIR is missing: give the directory of the logs, then the number")
+    from regrow.events import NO_ID
     from regrow.explain import draw, list_of, page, read_explanations
 
     jobs = read_logs(read_explanations, runs)
     ids = list(jobs)
     wanted = ids[choose_job(ids, args.job, runs)]
-    found = jobs[wanted]
+    found, job = jobs[wanted], "the job" if wanted in (None, NO_ID) else f"job {wanted}"
     if number is None and len(found) == 1:
         number = 1
     if number is not None and not 1 <= number <= len(found):
-        refuse(_no_such(number, len(found), str(wanted)))
+        refuse(_no_such(number, len(found), job))
     if args.svg is not None and number is None:
         refuse(
             "--svg draws one failure: give its number" if found else "there is no failure to draw"
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     elif chosen is not None:
         text = page(chosen, len(found))
     else:
-        text = list_of(found) if found else f"job {wanted}: {_NOTHING}"
+        text = list_of(found) if found else f"{job}: {_NOTHING}"
     with to_reader():
         print(text)
 
@@ -78,5 +79,5 @@ def _split(words: Sequence[str]) -> tuple[list[str], int | None]:
 
 def _no_such(number: int, known: int, job: str) -> str:
     if not known:
-        return f"there is no failure {number}: nothing has failed in the logs of job {job}"
-    return f"there is no failure {number}: job {job} has {known}, numbered from 1"
+        return f"there is no failure {number}: nothing has failed in the logs of {job}"
+    return f"there is no failure {number}: {job} has {known}, numbered from 1"
