@@ -340,10 +340,19 @@ def test_a_job_that_ended_by_an_error_of_the_launcher_gives_its_text() -> None:
 def test_a_log_without_the_end_of_the_job_is_unfinished() -> None:
     text = rendered(recovered()[:7], width=300)
     assert text.splitlines()[0].endswith(
-        "is UNFINISHED, 10 s after its start: "
+        "is UNFINISHED: last record 10 s after its start, at step 137 or later; "
         "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
     )
     assert "not restarted    the log ends here" in text
+
+
+def test_the_story_of_a_killed_agent_names_the_last_recorded_step() -> None:
+    killed = recovered()[:-2]  # the second attempt has made step 121
+    assert "last record 12 s after its start, at step 121 or later;" in rendered(killed, width=300)
+    accounts = {"0": {"highest_step": 380}, "1": {"highest_step": None}}
+    later = line("worker.accounts", 1, 130.0, accounts=accounts)
+    text = rendered([*killed, later], width=300)
+    assert "last record 30 s after its start, at step 380 or later;" in text
 
 
 def test_a_pause_before_a_restart_is_not_mistaken_for_slowness() -> None:

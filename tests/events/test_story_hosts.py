@@ -54,7 +54,7 @@ def test_a_failure_on_another_host_is_timed_from_the_notification() -> None:
     assert rendered(round_over(110.0, why, by_failure=True), failed_elsewhere(110.0)) == (
         "  failure 1 (attempt 0): rank 5 on host there (pid 99) was killed by SIGKILL\n"
         "    restarted after  500 ms     "
-        "(since this host was notified; all 2 workers started again)\n"
+        "(since host here was notified; all 2 workers started again)\n"
         "  500 ms lost: starting 500 ms, redoing steps "
         "unknown: the script does not call regrow.step"
     )
@@ -74,7 +74,7 @@ def test_a_lost_host_is_the_cause_of_the_failures_that_it_left_behind() -> None:
     text = rendered(failed(109.9), judged(110.0, why, charged=False))
     assert text.startswith("  failure 1 (attempt 0): host there: its connection broke\n")
     assert (
-        "restarted after  500 ms     (since this host was notified; all 2 workers started again)"
+        "restarted after  500 ms     (since host here was notified; all 2 workers started again)"
         in text
     )
     assert "then also        rank 0 on host here (pid 7) exited with code 1" in text
@@ -121,7 +121,7 @@ def test_a_signal_that_stops_all_agents_is_no_failure_of_the_first_one() -> None
 
 COST = [
     "    detected after   4.0 s      (since its last sign of life)",
-    "    restarted after  500 ms     (since this host was notified; all 2 workers started again)",
+    "    restarted after  500 ms     (since host here was notified; all 2 workers started again)",
     "  4.5 s lost: detecting 4.0 s, starting 500 ms, redoing steps unknown: the script does not "
     "call regrow.step",
 ]

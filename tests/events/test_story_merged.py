@@ -92,7 +92,7 @@ def log_of(host: Host) -> list[Line]:
         line(2.6, "attempt.started", 1, world_size=4),
         line(10.0, "attempt.ended", 1, state="STOPPED", last_steps={}),
         line(10.0, "job.restarting", 1, reason="1 node waits to join", delay_s=0.0),
-        line(10.5, "rendezvous.completed", 2, joined=[NODE_C], world_size=6),
+        line(10.5, "rendezvous.completed", 2, joined=[NODE_C], group_world_size=3, world_size=6),
         line(10.6, "attempt.started", 2, world_size=6),
         line(20.0, "round.ended", 2, node=NODE_C, why=SILENT, failed=False, lost=True),
         line(20.1, "attempt.ended", 2, state="STOPPED", last_steps={}),
@@ -108,8 +108,8 @@ def log_of(host: Host) -> list[Line]:
 
 
 MERGED = """\
-22:13:50 +30.0s regrow: job 7f3a (train.py, 4 to 6 workers on 2 nodes) SUCCEEDED after 30 s with 1 \
-restart and 2 membership changes
+22:13:50 +30.0s regrow: job 7f3a (train.py, 4 to 6 workers on 2 to 3 nodes) SUCCEEDED after 30 s \
+with 1 restart and 2 membership changes
 22:13:22  +2.0s   failure 1 (attempt 0): rank 2 on host node2 (pid 42) exited with code 1
 22:13:22  +2.0s     detected after   1.0 ms
 22:13:22  +2.6s     restarted after  600 ms     (all 4 workers started again)
@@ -118,7 +118,7 @@ restart and 2 membership changes
 22:13:30 +10.6s     joined           host node3 (10.0.0.3)
 22:13:40 +20.0s   failure 2 (attempt 2): host node3 (node rank 2): no heartbeat arrived for 4 s
 22:13:40 +20.0s     detected after   4.0 s      (since its last sign of life)
-22:13:40 +20.6s     restarted after  600 ms     (since this host was notified; all 4 workers \
+22:13:40 +20.6s     restarted after  600 ms     (since host node1 was notified; all 4 workers \
 started again)
 22:13:50 +30.0s   5.8 s of 30 s lost: detecting 4.0 s, starting 1.8 s, redoing steps unknown: \
 the script does not call regrow.step"""
@@ -135,6 +135,12 @@ def test_one_log_tells_the_same_incidents_in_the_same_order() -> None:
         for text in (story(log_of(ONE)).render(200), MERGED)
     )
     assert alone[:-1] == both[:-1]
+
+
+def test_the_last_record_of_killed_agents_is_that_of_any_host() -> None:
+    logs = [line for line in log_of(ONE) + log_of(TWO) if line["name"] != "regrow.job.finished"]
+    late = TWO.line(25.0, "worker.accounts", 3, accounts={})
+    assert story([*logs, late]).duration_s == pytest.approx(25.0)
 
 
 def test_hosts_without_an_event_in_common_are_compared_by_the_time_of_day() -> None:

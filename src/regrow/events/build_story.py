@@ -10,6 +10,7 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from regrow.events import evidence, silences
@@ -75,6 +76,9 @@ class _StoryBuilder:
                 attempt.named[name].append(event)
                 if name in (_ENDED, _FIRST_STEP):
                     attempt.steps += evidence.steps(event)
+        self.first_start: dict[str, float] = {}  # time of day, by host
+        for event in self.by_name["regrow.job.started"]:
+            self.first_start.setdefault(text(event, "host") or "", real(event, "time") or math.inf)
         self.joined: dict[int | None, list[str]] = defaultdict(list)  # ids of hosts, by attempt
         for event in self.by_name["regrow.rendezvous.completed"]:
             self.joined[integer(event, "attempt")] += strings(event, "joined")
@@ -156,7 +160,11 @@ class _StoryBuilder:
 
     def _last_step(self) -> int | None:
         for number in reversed(self.numbers):
-            reached = [s.last_step for s in self.attempts[number].steps if s.last_step is not None]
+            steps = self.attempts[number].steps
+            reached = [s.last_step for s in steps if s.last_step is not None]
+            if not reached:  # the attempt's end is not recorded
+                reached = [s.first_step for s in steps]
+                reached += evidence.highest_steps(self.by_name[_ACCOUNTS], number)
             if reached:
                 return max(reached)
         return None
@@ -190,27 +198,26 @@ class _StoryBuilder:
         return one_line(f"host {host}: {text(closed, 'why') or '?'}")
 
     def _world_sizes(self, starts: list[int]) -> tuple[int, ...]:
-        sizes: list[int] = []
-        for number in starts:
-            size = integer(self._starts(number)[0], "world_size")
-            if size is not None and sizes[-1:] != [size]:
-                sizes.append(size)
-        return tuple(sizes)
+        return _changes(integer(self._starts(number)[0], "world_size") for number in starts)
 
-    def _nodes(self, started: Record) -> int | None:
+    def _nodes(self, started: Record) -> tuple[int, ...]:
         rounds = self.by_name["regrow.rendezvous.completed"]
-        for completed in rounds:
-            if (nodes := integer(completed, "group_world_size")) is not None:
-                return nodes
-        nodes = integer(started, "nnodes")
-        if nodes is not None:
-            return nodes
-        return 1 if text(started, "nnodes") in ("1", "1:1") else None
+        rounds = sorted(rounds, key=lambda event: integer(event, "attempt") or 0)
+        if sizes := _changes(integer(event, "group_world_size") for event in rounds):
+            return sizes
+        nodes = 1 if text(started, "nnodes") in ("1", "1:1") else integer(started, "nnodes")
+        return () if nodes is None else (nodes,)
 
     def _over(self, number: int) -> Record | None:
         """Return the end of the attempt's round, if no worker caused it."""
         named = self.attempts[number].named
-        return evidence.cause_elsewhere([*named[_ROUND_ENDED], *named[_ROUND_JUDGED]])
+        found = [*named[_ROUND_ENDED], *named[_ROUND_JUDGED]]
+        return evidence.cause_elsewhere(sorted(found, key=self._start_of_host))
+
+    def _start_of_host(self, event: Record) -> tuple[float, str]:
+        """Return a sort key: the hosts in the order of their starts, whatever that of the logs."""
+        host = text(event, "host") or ""
+        return self.first_start.get(host, math.inf), host
 
     def _is_part_of_the_stop(self, number: int) -> bool:
         """Return whether a node ended the attempt for the signal that then stopped this host."""
@@ -231,9 +238,10 @@ class _StoryBuilder:
             return duration
         if finished or not started:
             return None
-        same_clock = [e for e in self.events if text(e, "host") == text(started, "host")]
-        last = max((m for e in same_clock if (m := real(e, "monotonic")) is not None), default=None)
-        return since(last, real(started, "monotonic"))
+        last = max(
+            (at for e in self.events if (at := real(e, "monotonic")) is not None), default=None
+        )
+        return since(last, min(map(_at, self.by_name["regrow.job.started"])))
 
     def _gave_up(self, last: InProcessRestart) -> bool:
         """Return whether a wrapper gave up before the function was called again.
@@ -310,6 +318,7 @@ class _StoryBuilder:
             noticed_late=late,
             others=_others(attempt.named[_FAILED], root),
             elsewhere=elsewhere,
+            notified=clock if elsewhere else None,
             timer=timer,
             hung_too=evidence.hung_too(self.unexplained_timers, number)
             if timer is not None
@@ -466,6 +475,7 @@ class _StoryBuilder:
 
 _SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers"
 _STALLED = "regrow.heartbeat.stalled"
+_ACCOUNTS = "regrow.worker.accounts"
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"
@@ -482,6 +492,11 @@ def _of_one_job(events: Iterable[Record]) -> list[Record]:
     started = [e for e in known if text(e, "name") == "regrow.job.started"]
     job = next((i for e in reversed(started or known) if (i := text(e, "run_id"))), None)
     return [event for event in known if text(event, "run_id") in (None, job)]
+
+
+def _changes(sizes: Iterable[int | None]) -> tuple[int, ...]:
+    """Return the known sizes in order, without consecutive repetitions."""
+    return tuple(size for size, _ in groupby(size for size in sizes if size is not None))
 
 
 def _script(started: Record) -> str | None:

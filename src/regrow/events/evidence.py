@@ -380,6 +380,16 @@ def steps(event: Record) -> list[Steps]:
     return found
 
 
+def highest_steps(events: Iterable[Record], attempt: int) -> list[int]:
+    """Return the highest step of each account of an attempt's workers."""
+    recorded = [event.get("accounts") for event in events if integer(event, "attempt") == attempt]
+    accounts = [
+        each for by_rank in recorded if isinstance(by_rank, Mapping) for each in by_rank.values()
+    ]
+    known = (integer(each, "highest_step") for each in accounts if isinstance(each, Mapping))
+    return [step for step in known if step is not None]
+
+
 def _is_number(rank: str) -> bool:
     return rank.isascii() and rank.isdecimal() and len(rank) < 10
 

@@ -145,7 +145,8 @@ def _detected_row(story: Story, failure: Failure) -> Row:
 
 def _restart_row(story: Story, failure: Failure) -> Row:
     if failure.restarted_attempt is not None:
-        since = "since this host was notified" if failure.elsewhere else ""
+        host = f"host {clean(failure.notified)}" if failure.notified else "this host"
+        since = f"since {host} was notified" if failure.elsewhere else ""
         return _restarted_row(failure, "since its detection" if failure.noticed_late else since)
     value, note = "no restarts left", ""
     if story.state is None:

@@ -164,14 +164,18 @@ def _ends_of(blocks: list[Block], what: str) -> list[Block]:
 def _headline(story: Story, *, is_running: bool) -> str:
     about = [clean(story.script)] if story.script else []
     if story.workers:
-        low, high = min(story.workers), max(story.workers)
-        size = count(high, "worker") if low == high else f"{low} to {high} workers"
-        about.append(size + (f" on {count(story.nodes, 'node')}" if story.nodes else ""))
+        on = f" on {_sizes(story.nodes, 'node')}" if story.nodes else ""
+        about.append(_sizes(story.workers, "worker") + on)
     id = story.run_id or "?"
     named = "" if id == NO_ID and about else f" {clean(id)}"
     if about:
         named += f" ({', '.join(about)})"
     return f"regrow: job{named} {_outcome(story, is_running=is_running)}"
+
+
+def _sizes(sizes: tuple[int, ...], noun: str) -> str:
+    low, high = min(sizes), max(sizes)
+    return count(high, noun) if low == high else f"{low} to {count(high, noun)}"
 
 
 def _outcome(story: Story, *, is_running: bool) -> str:
@@ -192,9 +196,10 @@ def _outcome(story: Story, *, is_running: bool) -> str:
     if story.state is None and is_running:
         return f"is running{restarts}"
     if story.state is None:
-        known = f", {passed} after its start" if passed else ""
+        step = f", at step {story.last_step} or later" if story.last_step is not None else ""
+        last = f"last record {passed} after its start{step}; " if passed else ""
         return (
-            f"is UNFINISHED{restarts}{known}: "
+            f"is UNFINISHED{restarts}: {last}"
             "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
         )
     if story.state == "SIGNALED":

@@ -15,8 +15,8 @@ How the figures are computed:
   They are differences of one host's monotonic clock.
 - `at_s` is the time of an incident in seconds since the start of the job. With the logs of several
   hosts, the times of all hosts are on one clock (`regrow.events.clocks`).
-- Durations of a failure on another host start when this host was notified. Figures that only
-  another host's events can give stay unknown.
+- Durations of a failure on another host start when a host with a log was notified. Figures that
+  only another host's events can give stay unknown.
 - The lost work is the steps of the failed attempt that a later attempt repeated: the next
   attempt that made a step. If the failed attempt's pace is known, the steps are also given as
   seconds of training.
@@ -288,6 +288,8 @@ class Failure(RestartCost):
     """Whether the cause is a node that was lost or left; that spends no restart."""
     elsewhere: bool = False
     """The failure happened on another host; the seconds count from this host's notification."""
+    notified: str | None = None
+    """The host from whose notification the seconds count, if the failure happened elsewhere."""
     silent_s: float = 0.0
     """Seconds before `at_s` without a sign of life of the worker that hung, or without a step since
     a host was lost."""
@@ -384,8 +386,8 @@ class Story:
     """Short name of the script, module or program."""
     workers: tuple[int, ...] = ()
     """World sizes of the job in order, without consecutive repetitions."""
-    nodes: int | None = None
-    """Number of nodes in the first round."""
+    nodes: tuple[int, ...] = ()
+    """Numbers of nodes of the rounds in order, without consecutive repetitions."""
     max_restarts: int | None = None
     """Number of failures that the job was allowed to survive."""
     restarts_left: int | None = None
@@ -402,7 +404,8 @@ class Story:
     """How many of these were for nodes that joined, left or were lost; they cost no restart of
     `max_restarts`."""
     last_step: int | None = None
-    """The last step of the last attempt that reported steps."""
+    """The last step of the last attempt that reported steps; if the end of that attempt is not
+    recorded, the highest recorded step of it."""
     state: str | None = None
     """SUCCEEDED, FAILED, SIGNALED or ERROR; None if the log lacks the end of the job."""
     exit_code: int | None = None
