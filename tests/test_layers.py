@@ -84,6 +84,7 @@ SHARED = {
     "events.evidence",
     "events.in_process",
     "events.live_report",
+    "events.runs",
     "events.silences",
     "heartbeat.automatic",
     "heartbeat.failure",

@@ -10,7 +10,7 @@ import pytest
 from helpers.explained.record import STORIES
 from regrow.events import read_events
 from regrow.explain import explain
-from regrow.ledger import Ledger, build_ledgers, render
+from regrow.ledger import Ledger, agent_is_alive, build_ledgers, render
 from regrow.utils import start_ticks
 
 Event = dict[str, Any]
@@ -59,7 +59,8 @@ class Log:
 
 
 def only(*logs: Log) -> Ledger:
-    (ledger,) = build_ledgers({str(i): log.events for i, log in enumerate(logs)})
+    events = {str(i): log.events for i, log in enumerate(logs)}
+    (ledger,) = build_ledgers(events, agent_is_alive)
     return ledger
 
 

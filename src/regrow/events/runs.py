@@ -11,14 +11,13 @@ all times are of the host's monotonic clock; the offset between both is that of 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeAlias
 
 from regrow.events.evidence import Record, integer, real, text
 from regrow.events.log import NO_ID
-from regrow.utils import start_ticks
 
 _ROUND_ENDED = "regrow.round.ended"
 MOST_WORKERS = 4096  # of one agent; a larger number in a log is taken for an error
@@ -44,23 +43,31 @@ class Run:
     state: str | None
     """How it ended; None if it was killed, or still runs."""
     is_open: bool | None
-    """Whether its agent still runs. None: unknown, because it is on another host; `jobs_of` then
-    takes it for open if another run of its session is."""
+    """Whether its agent still runs. None: unknown, for example because it is on another host;
+    `jobs_of` then takes it for open if another run of its session is."""
 
 
-def runs_of(log: str, events: Iterable[Record]) -> list[Run]:
-    """Return the runs whose events are in a log."""
+Alive: TypeAlias = Callable[[Record], bool | None]
+"""Tells from an agent's first event whether it still runs; None: unknown."""
+
+
+def _unknown(started: Record) -> None:
+    return None
+
+
+def runs_of(log: str, events: Iterable[Record], is_alive: Alive = _unknown) -> list[Run]:
+    """Return the runs whose events are in a log; `is_alive` is asked for those without an end."""
     known = [
         event
         for event in events
         if isinstance(event, Mapping) and real(event, "monotonic") is not None
     ]
     starts = [i for i, event in enumerate(known) if text(event, "name") == "regrow.job.started"]
-    found = (_run(log, known[i:j]) for i, j in pairwise([*starts, len(known)]))
+    found = (_run(log, known[i:j], is_alive) for i, j in pairwise([*starts, len(known)]))
     return [run for run in found if run is not None]
 
 
-def _run(log: str, events: Sequence[Record]) -> Run | None:
+def _run(log: str, events: Sequence[Record], is_alive: Alive) -> Run | None:
     started = events[0]
     begin, workers = real(started, "monotonic"), integer(started, "nproc_per_node")
     wall = real(started, "time")
@@ -79,17 +86,8 @@ def _run(log: str, events: Sequence[Record]) -> Run | None:
         end=max([begin, *times]),
         offset=wall - begin,
         state=None if finished is None else text(finished, "state") or "?",
-        is_open=_is_alive(started) if finished is None else False,
+        is_open=is_alive(started) if finished is None else False,
     )
-
-
-def _is_alive(started: Record) -> bool | None:
-    """Return whether an agent runs; None if it is on another host, or unknown."""
-    agent = started.get("agent")
-    if not isinstance(agent, Mapping) or text(started, "host") != os.uname().nodename:
-        return None
-    pid, ticks = integer(agent, "pid"), integer(agent, "start_ticks")
-    return None if pid is None or ticks is None else start_ticks(pid) == ticks
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 from regrow.events import Session, jobs_of, runs_of
 from regrow.events.evidence import Record, text
+from regrow.events.runs import Alive
 from regrow.ledger import buckets
 from regrow.ledger.attempts import NodeAttempt, attempts_of
 from regrow.ledger.lost import injected_s
@@ -119,17 +120,21 @@ class Ledger:
 _STEP_FIGURES = ("highest_step", "redone_steps", "silent_workers")
 
 
-def build_ledgers(logs: Mapping[str, Iterable[Record]]) -> list[Ledger]:
+def build_ledgers(
+    logs: Mapping[str, Iterable[Record]], is_alive: Alive = lambda started: None
+) -> list[Ledger]:
     """Account for all jobs whose events are in these logs.
 
     Args:
         logs: the events of each log, in their order, by a name of the log. Malformed events and
             events of unknown kinds are left out.
+        is_alive: tells from the first event of an agent without a recorded end whether it still
+            runs (`agent_is_alive`). By default that is unknown, and the job counts as over.
 
     Returns:
         The ledgers, in the order in which the jobs began.
     """
-    runs = [run for log, events in logs.items() for run in runs_of(log, events)]
+    runs = [run for log, events in logs.items() for run in runs_of(log, events, is_alive)]
     return [_ledger(job) for job in jobs_of(runs)]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from regrow.events import find_event_file, read_events
-from regrow.events.evidence import Record
+from regrow.events.evidence import Record, integer, text
 from regrow.ledger.ledger import Ledger, build_ledgers
+from regrow.utils import start_ticks
 
 
 def find_logs(path: str) -> list[str]:
@@ -36,4 +37,13 @@ def read_ledgers(paths: Sequence[str], report: Callable[[str], None]) -> list[Le
     Raises:
         OSError: a path has no log, or a log cannot be read.
     """
-    return build_ledgers(read_logs(paths, report))
+    return build_ledgers(read_logs(paths, report), agent_is_alive)
+
+
+def agent_is_alive(started: Record) -> bool | None:
+    """Return whether the agent that wrote an event runs; None if it is on another host."""
+    agent = started.get("agent")
+    if not isinstance(agent, Mapping) or text(started, "host") != os.uname().nodename:
+        return None
+    pid, ticks = integer(agent, "pid"), integer(agent, "start_ticks")
+    return None if pid is None or ticks is None else start_ticks(pid) == ticks

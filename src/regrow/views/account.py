@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from regrow.events import read_events
 from regrow.events.evidence import Record
 from regrow.explain import RUNG_NAMES, Explanation, draw, explain, worker_time
-from regrow.ledger import MEANINGS, PRODUCTIVE, UNKNOWN, Ledger, build_ledgers, title
+from regrow.ledger import (
+    MEANINGS,
+    PRODUCTIVE,
+    UNKNOWN,
+    Ledger,
+    agent_is_alive,
+    build_ledgers,
+    title,
+)
 from regrow.views.runs import Job
 
 if TYPE_CHECKING:
@@ -72,7 +80,7 @@ def account(job: Job, remote: RemoteJob | None) -> dict[str, Any]:
         except OSError:
             is_whole = False
     found = next(reversed(explain(logs).values()), [])  # the runs of a job have one id
-    ledgers = build_ledgers(logs) if is_whole else []
+    ledgers = build_ledgers(logs, agent_is_alive) if is_whole else []
     return {
         "ledger": _figures(ledgers[-1]) if ledgers else None,
         "explanations": [_shown(each) for each in found[-MOST_EXPLANATIONS:]],
