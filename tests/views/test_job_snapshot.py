@@ -336,3 +336,18 @@ def test_the_views_name_the_causes_that_explain_names(name: str) -> None:
         if each.cause not in NO_RESTARTS and not each.outcome.startswith(NO_RESTART_IN_TIME)
     ]
     assert [(each.cause, each.rank) for each in snapshot(sources).restarts] == expected
+
+
+@pytest.mark.parametrize("name", ["sigstop-heartbeat", "hang-timer", "host-lost", "sigkill"])
+def test_a_recovery_lasts_as_long_as_in_its_explanation(name: str) -> None:
+    logs = {log.name: list(read_events(log)) for log in (STORIES / name).glob("*.jsonl")}
+    sources = [
+        Source(name=log, events=events, alive=None, now=None) for log, events in logs.items()
+    ]
+    (restart,) = snapshot(sources).restarts
+    ((explained,),) = explain(logs).values()
+    startup = next(phase for phase in explained.timeline if phase.name == "startup")
+    # The views count up to the end of the first step.
+    assert restart.phases[-1][0] == "first step"
+    assert 0 <= restart.phases[-1][1] - startup.end_s < 0.06
+    assert restart.time == pytest.approx(explained.time, abs=0.06)

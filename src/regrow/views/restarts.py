@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from regrow.events import Failure, Story
+from regrow.events import Failure, PlannedRestart, Story
 from regrow.events.evidence import Record, real
 
 
@@ -90,11 +89,12 @@ def restarts_of(of_job: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
 
 def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
     event = next((e for log in logs if (e := log.failed.get((failure.attempt, failure.rank)))), {})
+    noticed = _failed_at(event) or _ended(logs, failure.attempt)
     return Restart(
         rung=4 if failure.is_host_lost or failure.lost_nodes else 3,
         cause=failure.cause,
         attempt=failure.attempt,
-        time=_failed_at(event) or _ended(logs, failure.attempt),
+        time=None if noticed is None else noticed - failure.silent_s,
         rank=failure.rank,
         what=failure.what,
         phases=_phases(failure),
@@ -103,14 +103,20 @@ def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
     )
 
 
-def _phases(cost: Any) -> tuple[tuple[str, float], ...]:
-    """Return the phases of a restart of all workers, as (name, seconds since the failure)."""
+def _phases(cost: Failure | PlannedRestart) -> tuple[tuple[str, float], ...]:
+    """Return the phases of a restart of all workers, as (name, seconds since the failure).
+
+    The failure of a worker that hung, and of a host that was lost, begins with its silence.
+    """
+    silent, detected = 0.0, None
+    if isinstance(cost, Failure):
+        silent, detected = cost.silent_s, cost.detected_after_s
     named = (
-        ("detected", getattr(cost, "detected_after_s", None)),
+        ("detected", 0.0 if silent and detected is None else detected),
         ("restarted", cost.restarted_after_s),
         ("first step", cost.first_step_after_s),
     )
-    return tuple((name, after) for name, after in named if after is not None)
+    return tuple((name, silent + after) for name, after in named if after is not None)
 
 
 def _failed_at(event: Record) -> float | None:
