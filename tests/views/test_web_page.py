@@ -149,6 +149,29 @@ def test_a_page_follows_a_restart(open_page: Any, web: Served, job: WrittenJob) 
     page.wait_for_selector("#timeline line.mark", state="attached")  # a line has no area
 
 
+def test_a_rank_without_output_here_shows_no_log_of_another_rank(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    job.log(1, "of rank 1\n")
+    page = the_job(open_page(web.url))
+    page.wait_for_selector("#logs pre >> text=of rank 1")  # the lowest rank with output
+    page.click("#ranks .rank[data-rank='3']")
+    page.wait_for_selector("#logs p >> text=No output of rank 3 here")
+    assert page.locator("#logs pre").text_content() == ""
+    assert page.locator("#logs select").input_value() == ""
+    page.click("#ranks .rank[data-rank='1']")
+    page.wait_for_selector("#logs pre >> text=of rank 1")
+    assert page.locator("#logs p").is_hidden()
+    # A rank that gets output here in the next attempt is shown then.
+    page.click("#ranks .rank[data-rank='3']")
+    job.end("FAILED")
+    job.attempt += 1
+    job.log(3, "of rank 3\n")
+    job.attempt -= 1
+    job.start()
+    page.wait_for_selector("#logs pre >> text=of rank 3")
+
+
 def test_a_failure_is_explained_with_its_timeline_and_cost(
     open_page: Any, web: Served, job: WrittenJob
 ) -> None:
@@ -297,6 +320,7 @@ def test_everything_is_reached_with_the_tab_key(
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_selector("#logs select:visible")
+    page.wait_for_selector("#failures summary")
     reached = set()
     for _ in range(12):
         page.keyboard.press("Tab")

@@ -4,16 +4,17 @@ import { follow, get } from "./api.js";
 import { h } from "./dom.js";
 
 const MOST_LINES = 5000;
+const NOTHING = "No output is kept: start the job with --redirects 3 or --tee 3, and with --log-dir.";
 
 /** The panel; `choose(rank)` shows a rank, `update(job)` notices further attempts. */
 export function logPanel(key) {
-  const files = h("select", { "aria-label": "log file", onchange: () => open(files.value, false) });
+  const files = h("select", { "aria-label": "log file", hidden: true, onchange: () => open(files.value, false) });
   const stick = h("input", { type: "checkbox", checked: true, id: "stick" });
-  const note = h("p", { class: "dim" }, "No output is kept: start the job with --redirects 3 or --tee 3, and with --log-dir.");
-  const output = h("pre", { class: "log", tabindex: 0, role: "log", "aria-label": "output of the rank", "aria-live": "off" });
+  const note = h("p", { class: "dim", hidden: true });
+  const output = h("pre", { class: "log", hidden: true, tabindex: 0, role: "log", "aria-label": "output of the rank", "aria-live": "off" });
   const section = h("section", { id: "logs" },
     h("div", { class: "row" }, h("h2", {}, "Logs"), files, h("label", { for: "stick" }, stick, " follow the end")), note, output);
-  let [job, known, stop, shown, lines, open_line] = [null, [], null, null, [], ""];
+  let [job, known, stop, shown, lines, open_line] = [null, null, null, null, [], ""];
   let [attempt, wanted] = [null, null];
 
   function nameOf(file) {
@@ -28,16 +29,21 @@ export function logPanel(key) {
     } catch {
       return; // the page shows the lost connection
     }
-    note.hidden = known.length > 0;
-    output.hidden = files.hidden = known.length === 0;
+    files.hidden = known.length === 0;
     files.replaceChildren(...known.map((file) => h("option", { value: address(file) }, nameOf(file).text)));
     if (shown) files.value = shown;
-    if (known.length && (!shown || wanted !== null)) choose(wanted ?? job.ranks[0]?.rank ?? 0);
+    if (!shown || wanted !== null) choose(wanted ?? first());
+  }
+
+  /** Return the lowest rank with output in the latest attempt. */
+  function first() {
+    const latest = Math.max(...known.map((file) => file.attempt));
+    return Math.min(...known.filter((file) => file.attempt === latest).map((file) => nameOf(file).rank ?? 0));
   }
 
   const address = (file) => `${file.run}/${file.attempt}/${file.local_rank}/${file.stream}`;
 
-  /** Show the newest output of a rank: the stream that is shown now, else one with content. */
+  /** Show the newest output of a rank: the stream that is shown now, else stdout. */
   function choose(rank) {
     const own = known.filter((file) => nameOf(file).rank === rank);
     const latest = Math.max(...own.map((file) => file.attempt));
@@ -45,18 +51,27 @@ export function logPanel(key) {
     const stream = shown?.split("/")[3];
     const best = newest.find((file) => file.stream === stream) ?? newest.find((file) => file.stream === "stdout") ?? newest[0];
     if (best) open(address(best), true);
+    else if (known.length) start(null, `No output of rank ${rank} here: the log directory of its host is not read, or its output is not kept.`);
+    else start(null, NOTHING);
   }
 
   function open(file, isLatest) {
     const name = nameOf(known.find((each) => address(each) === file));
     const newest = known.filter((each) => nameOf(each).rank === name.rank).every((each) => each.attempt <= Number(file.split("/")[1]));
     wanted = isLatest || newest ? name.rank : null; // goes on with the next attempt
-    if (file === shown) return;
+    if (file !== shown) start(file, "");
+  }
+
+  /** Follow a file from now on; null: none, for the reason in `why`. */
+  function start(file, why) {
     stop?.();
     [shown, lines, open_line] = [file, [], ""];
-    files.value = file;
+    files.value = file ?? "";
     output.textContent = "";
-    stop = follow(`jobs/${key}/logs/${file}/live`, add, () => {});
+    note.textContent = why;
+    note.hidden = file !== null;
+    output.hidden = file === null;
+    stop = file === null ? null : follow(`jobs/${key}/logs/${file}/live`, add, () => {});
   }
 
   function add(text) {
@@ -79,5 +94,5 @@ export function logPanel(key) {
     list();
   }
 
-  return { section, update, choose: (rank) => { if (known.length) choose(rank); }, close: () => stop?.() };
+  return { section, update, choose: (rank) => { wanted = rank; if (known) choose(rank); }, close: () => stop?.() };
 }
