@@ -172,6 +172,24 @@ def test_a_rank_without_output_here_shows_no_log_of_another_rank(
     page.wait_for_selector("#logs pre >> text=of rank 3")
 
 
+@pytest.mark.parametrize("how", ["click", "Enter", "Escape"])
+def test_a_selected_rank_can_be_unselected(
+    open_page: Any, web: Served, job: WrittenJob, how: str
+) -> None:
+    for rank in range(4):
+        job.step(rank, 9 * (rank > 0) + 1)
+    page = the_job(open_page(web.url))
+    page.wait_for_selector("#ranks p >> text=behind: rank 0 (9 steps)")
+    page.click("#ranks .rank[data-rank='1']")
+    page.wait_for_selector("#ranks p >> text=rank 1 on")
+    if how == "click":
+        page.click("#ranks .rank[data-rank='1']")
+    else:
+        page.keyboard.press(how)
+    page.wait_for_selector("#ranks p >> text=behind: rank 0 (9 steps)")
+    assert page.locator("#ranks .rank[aria-pressed='true']").count() == 0
+
+
 def test_a_failure_is_explained_with_its_timeline_and_cost(
     open_page: Any, web: Served, job: WrittenJob
 ) -> None:

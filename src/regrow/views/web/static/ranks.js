@@ -46,6 +46,10 @@ export function rankMap(onSelect) {
     cell?.focus();
   }
 
+  section.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") select(null);
+  });
+
   grid.addEventListener("keydown", (event) => {
     const index = cells.indexOf(document.activeElement);
     if (index < 0) return;
@@ -61,7 +65,7 @@ export function rankMap(onSelect) {
   function select(rank) {
     map.selected = rank;
     show();
-    onSelect(rank);
+    if (rank !== null) onSelect(rank);
   }
 
   function show() {
@@ -81,7 +85,7 @@ export function rankMap(onSelect) {
     grid.classList.toggle("few", numbers.length <= 64);
     fill(grid, numbers, () => {
       cells = numbers.map((rank, index) =>
-        h("button", { type: "button", class: "rank", tabindex: index ? -1 : 0, "data-rank": rank, onclick: () => select(rank) }, String(rank)));
+        h("button", { type: "button", class: "rank", tabindex: index ? -1 : 0, "data-rank": rank, onclick: () => select(rank === map.selected ? null : rank) }, String(rank)));
       return cells;
     });
     job.ranks.forEach((rank, index) => {
