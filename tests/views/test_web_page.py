@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,45 @@ def test_a_selected_rank_can_be_unselected(
         page.keyboard.press(how)
     page.wait_for_selector("#ranks p >> text=behind: rank 0 (9 steps)")
     assert page.locator("#ranks .rank[aria-pressed='true']").count() == 0
+
+
+def test_the_latest_incident_is_that_of_the_latest_time(open_page: Any, tmp_path: Path) -> None:
+    first, second = (
+        WrittenJob(tmp_path, [rank], host=host) for rank, host in enumerate(("one", "two"))
+    )
+    for node in (first, second):
+        node.start(world_size=2)
+    first.fail(0, "ValueError: OLD")
+    with served(tmp_path) as web:
+        page = the_job(open_page(web.url))
+        page.wait_for_selector("#overview >> text=ValueError: OLD")
+        second.fail(1, "ValueError: NEW")
+        latest = page.wait_for_selector("#overview p:has-text('latest, '):has-text('NEW')")
+        assert re.match(r"latest, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+: ", latest.inner_text())
+        assert page.locator("#overview >> text=OLD").count() == 0
+
+
+def test_all_times_of_the_page_are_in_the_time_zone_of_the_story(
+    open_page: Any, tmp_path: Path, job: WrittenJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.fail(0, "ValueError: no")
+    job.finish("FAILED", 1, "no")
+    monkeypatch.setenv("TZ", "XYZ-09:13")  # 9 h 13 min east of UTC, like no zone of a browser
+    with served(tmp_path) as web:
+        page = open_page(web.url, timezone_id="America/New_York")
+        page.wait_for_selector("#jobs tbody td")
+        texts = page.locator("#jobs tbody td").all_inner_texts()
+        the_job(page)
+        page.wait_for_selector("#failures summary")
+        for part in ("#overview p", "#failures summary", "#nodes tbody td:nth-child(7)"):
+            texts.append(page.locator(part).first.inner_text())
+        story = page.locator("#story pre").inner_text()
+    stamps = [match for text in texts for match in re.findall(r"\d+:\d\d:\d\d.*?XYZ", text)]
+    now = datetime.now(timezone(timedelta(hours=9, minutes=13)))
+    near = {(now - timedelta(minutes=ago)).strftime("%H:%M") for ago in range(3)}
+    assert len(stamps) == 5
+    assert {stamp[:5] for stamp in stamps} <= near
+    assert {stamp[:5] for stamp in re.findall(r"\d\d:\d\d:\d\d", story)} <= near
 
 
 def test_a_failure_is_explained_with_its_timeline_and_cost(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         start_ticks,
         starting_helpers,
     )
-    from regrow.utils.stamps import begin_time_stamps, stamped, time_stamp
+    from regrow.utils.stamps import begin_time_stamps, date_stamp, stamped, time_stamp
     from regrow.utils.threads import BackgroundWriter, call_in_thread, start_thread
     from regrow.utils.tracebacks import shortened, stack_of
     from regrow.utils.user_text import (
@@ -93,7 +93,7 @@ __getattr__, __dir__ = lazily(
             " reap run_within signal_name signal_text source_text spawn_helper split_signals"
             " start_ticks starting_helpers"
         ),
-        "stamps": "begin_time_stamps stamped time_stamp",
+        "stamps": "begin_time_stamps date_stamp stamped time_stamp",
         "threads": "BackgroundWriter call_in_thread start_thread",
         "tracebacks": "shortened stack_of",
         "user_text": (

@@ -1,4 +1,4 @@
-"""The time at the start of a line: the time of day, and the seconds since the start of the job."""
+"""Times for display: at the start of a line, and with the day and the time zone."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def time_stamp(since_s: float, started_at: float | None) -> str:
         return f"{time.strftime('%H:%M:%S', time.localtime(started_at + since_s))} {since}"
     except (ValueError, OverflowError, OSError):  # a time outside the platform's calendar
         return since
+
+
+def date_stamp(epoch_s: float | None) -> str:
+    """Return a time with its day for display, such as `2026-11-29 15:20:54 UTC`.
+
+    Args:
+        epoch_s: seconds since the epoch; None: unknown, shown as `-`. The time is shown in the
+            time zone of this process.
+    """
+    if epoch_s is None:
+        return "-"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(epoch_s))
+    except (ValueError, OverflowError, OSError):  # a time outside the platform's calendar
+        return "-"

@@ -22,6 +22,7 @@ from regrow.ledger import (
     build_ledgers,
     title,
 )
+from regrow.utils import date_stamp
 from regrow.views.runs import Job
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _shown(each: Explanation) -> dict[str, Any]:
     """Return an explanation as the page gets it, with its timeline as a drawing."""
     found = each.to_json() | {"svg": draw(each) if each.timeline else ""}
     found["timeline"] = [[phase.name, phase.length_s, phase.meaning] for phase in each.timeline]
+    found["time_text"] = date_stamp(each.time)
     found["cost"]["worker_time"] = worker_time(each.cost)
     found["cost"]["buckets"] = [
         [title(name), s, MEANINGS.get(name, "")] for name, s in each.cost.buckets.items()

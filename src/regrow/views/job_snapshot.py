@@ -100,6 +100,8 @@ class Node:
     """Seconds since the agent answered this view; None if the view does not ask it."""
     incident: str = ""
     """The latest incident, in one line."""
+    incident_at: float | None = None
+    """Time of that incident; None if there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +264,7 @@ class _Log:
     last: float | None = None
     last_monotonic: float | None = None
     incident: str = ""
+    incident_at: float | None = None
     ranks: list[Rank] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     evidence: Evidence = field(default_factory=Evidence)
@@ -270,6 +273,10 @@ class _Log:
         """Change the rank of an event."""
         number = integer(event, "rank")
         self.ranks = [replace(r, **fields) if r.rank == number else r for r in self.ranks]
+
+    def report(self, event: Record, incident: str) -> None:
+        """Keep an event as the latest incident."""
+        self.incident, self.incident_at = incident, real(event, "time")
 
     def node(self, source: Source) -> Node:
         state = self.state
@@ -287,6 +294,7 @@ class _Log:
             alive=source.alive,
             answered_s=source.answered_s,
             incident=self.incident,
+            incident_at=self.incident_at,
         )
 
 
@@ -327,14 +335,15 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             log.restarts_left = integer(event, "restarts_left")
             log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
         case "job.stopping":
-            log.state, log.incident = "stopping", f"received {text(event, 'signal')}"
+            log.state = "stopping"
+            log.report(event, f"received {text(event, 'signal')}")
         case "job.finished":
             log.state = (text(event, "state") or "finished").lower()
             log.restarts_left = integer(event, "restarts_left")
         case "worker.failed" if real(event, "told_monotonic") is None:
             what = one_line(text(event, "signal") or text(event, "message") or "failed")
             log.evidence.failed[integer(event, "attempt") or 0, integer(event, "rank")] = event
-            log.incident = f"rank {integer(event, 'rank')}: {what}"
+            log.report(event, f"rank {integer(event, 'rank')}: {what}")
             log.change(event, state="failed", what=what)
         case "worker.suspended":
             log.change(event, state="suspended", what=f"stopped by {text(event, 'signal')}")
@@ -357,7 +366,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             key = integer(event, "attempt") or 0, integer(event, "iteration") or 0
             log.evidence.in_process[key] = real(event, "time") or 0.0
             kind = one_line(text(event, "kind") or "a fault")
-            log.incident = f"in-process restart after {kind}"
+            log.report(event, f"in-process restart after {kind}")
             for rank in _numbers(event.get("replaced")):
                 log.change({"rank": rank}, state="running", what="")
         case "worker.first_step":
@@ -365,7 +374,8 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "worker.accounts" if event is log.last_accounts:
             log.ranks = [_with_account(rank, event.get("accounts")) for rank in log.ranks]
         case "round.ended" | "rendezvous.lost":
-            log.incident = one_line(text(event, "why") or log.incident)
+            if why := text(event, "why"):
+                log.report(event, one_line(why))
             log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
 
 

@@ -31,6 +31,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from regrow.utils import date_stamp
 from regrow.views.account import Accounts
 from regrow.views.job_snapshot import Snapshot
 from regrow.views.logs import STREAMS, LogName, LogReader, log_files
@@ -250,7 +251,8 @@ class _Watched:
 def as_data(snapshot: Snapshot) -> dict[str, Any]:
     """Return the snapshot as the page gets it: the latest attempts and restarts, ranks as rows.
 
-    Rows are a quarter as long as objects.
+    Rows are a quarter as long as objects. The story has times of this host's time zone, so the
+    other times that the page shows are texts of this zone too, whatever the zone of the browser.
     """
     since = min(sorted(each.started for each in snapshot.attempts)[-MOST_ATTEMPTS:], default=0.0)
     shown = replace(
@@ -260,9 +262,12 @@ def as_data(snapshot: Snapshot) -> dict[str, Any]:
     )
     data = shown.to_json()
     data["restart_count"] = sum(restart.restarted for restart in snapshot.restarts)
-    for node in data["nodes"]:  # whole seconds, because a page draws again what has changed
-        silent = node["answered_s"]
+    data["started_text"] = date_stamp(data["started"])
+    for node in data["nodes"]:
+        silent = node["answered_s"]  # whole seconds, because a page draws again what has changed
         node["answered_s"] = silent and (int(silent) if silent >= 2 else 0)
+        node["last_text"] = date_stamp(node["last"])
+        node["incident_text"] = date_stamp(node["incident_at"])
     ranks = data.pop("ranks")
     columns = list(ranks[0]) if ranks else []
     rows = [[_short(value) for value in rank.values()] for rank in ranks]
@@ -288,8 +293,8 @@ def _summary(job: Job, library: Library) -> dict[str, Any]:
         "run_id": job.run_id,
         "script": job.runs[0].script,
         "hosts": sorted({run.host for run in job.runs}),
-        "started": job.runs[0].started,
-        "last": max(run.last for run in job.runs),
+        "started": date_stamp(job.runs[0].started),
+        "last": date_stamp(max(run.last for run in job.runs)),
         "state": state,
     }
 

@@ -1,7 +1,7 @@
 // The ledger of a job as a chart, and the explanation of each failure.
 
 import { get } from "./api.js";
-import { duration, fill, h, number, s, time } from "./dom.js";
+import { duration, fill, h, number, s } from "./dom.js";
 
 const AGAIN_MS = 1000;
 const percent = (share) => (share === null ? "-" : `${(100 * share).toFixed(1)} %`);
@@ -90,7 +90,7 @@ function explanation(each, rungs, isOpen) {
     each.injected ? `injected by --chaos: ${each.injected}` : null, each.outcome,
   ].filter(Boolean);
   return h("details", { open: isOpen, "data-number": each.number },
-    h("summary", {}, h("span", { class: "dim" }, `${each.number}. ${time(each.time)} `), each.title, h("span", { class: "dim" }, healed)),
+    h("summary", {}, h("span", { class: "dim" }, `${each.number}. ${each.time_text} `), each.title, h("span", { class: "dim" }, healed)),
     h("p", { class: "dim" }, about.join(" · ")),
     h("h3", {}, "Evidence"),
     each.evidence.map((fact) => [

@@ -40,14 +40,6 @@ export function duration(seconds) {
   return hours ? `${hours}:${rest} h` : `${rest} min`;
 }
 
-export function time(epoch) {
-  return epoch ? new Date(epoch * 1000).toLocaleTimeString() : "-";
-}
-
-export function day(epoch) {
-  return epoch ? new Date(epoch * 1000).toLocaleString() : "-";
-}
-
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "-";
   return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(digits)));

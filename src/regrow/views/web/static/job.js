@@ -2,7 +2,7 @@
 
 import { accountPanel } from "./account.js";
 import { follow } from "./api.js";
-import { day, duration, fill, h, number, stateOf, time } from "./dom.js";
+import { duration, fill, h, number, stateOf } from "./dom.js";
 import { logPanel } from "./logs.js";
 import { rankMap } from "./ranks.js";
 import { timeline } from "./timeline.js";
@@ -55,13 +55,14 @@ function overview(job) {
     ["steps done again", number(job.lost_steps)],
   ];
   const reason = job.reason === job.state ? "" : job.reason;
-  const incident = job.is_over ? reason : job.nodes.map((node) => node.incident).find(Boolean);
+  const latest = job.nodes.filter((node) => node.incident).sort((a, b) => b.incident_at - a.incident_at)[0];
+  const [label, incident] = job.is_over ? ["end: ", reason] : [`latest, ${latest?.incident_text}: `, latest?.incident];
   return [
     h("h1", {}, job.script ?? "job", " ", h("span", { class: "dim" }, `${job.run_id}`)),
-    h("p", { class: "dim" }, `${job.command} · started ${day(job.started)}`),
+    h("p", { class: "dim" }, `${job.command} · started ${job.started_text}`),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     job.fault ? h("p", { class: "bad", role: "alert" }, `The other hosts are not reached now: ${job.fault}`) : null,
-    incident ? h("p", {}, h("span", { class: "dim" }, job.is_over ? "end: " : "latest: "), incident) : null,
+    incident ? h("p", {}, h("span", { class: "dim" }, label), incident) : null,
   ].filter(Boolean);
 }
 
@@ -71,5 +72,5 @@ function nodeTable(nodes) {
     h("thead", {}, h("tr", {}, names.map((name) => h("th", {}, name)))),
     h("tbody", {}, nodes.map((node) => h("tr", {},
       h("td", {}, node.host), h("td", {}, stateOf(node.state)), h("td", {}, number(node.node_rank)), h("td", {}, number(node.attempt)),
-      h("td", {}, number(node.round)), h("td", {}, node.answered_s === null ? "-" : node.answered_s ? `${node.answered_s} s ago` : "now"), h("td", {}, time(node.last)), h("td", { class: "long" }, node.incident)))));
+      h("td", {}, number(node.round)), h("td", {}, node.answered_s === null ? "-" : node.answered_s ? `${node.answered_s} s ago` : "now"), h("td", {}, node.last_text), h("td", { class: "long" }, node.incident)))));
 }

@@ -1,7 +1,7 @@
 // The page: the list of jobs, or one job, by the fragment of the address.
 
 import { Refused, follow, setToken, takeToken } from "./api.js";
-import { day, fill, h, stateOf } from "./dom.js";
+import { fill, h, stateOf } from "./dom.js";
 import { jobPage } from "./job.js";
 
 const main = document.getElementById("main");
@@ -38,8 +38,8 @@ function rows(jobs) {
   return h("table", {},
     h("thead", {}, h("tr", {}, ["job", "state", "started", "last event", "hosts", "command"].map((name) => h("th", {}, name)))),
     h("tbody", {}, jobs.map((job) => h("tr", {},
-      h("td", {}, h("a", { href: `#/job/${job.key}` }, job.run_id)), h("td", {}, stateOf(job.state)), h("td", {}, day(job.started)),
-      h("td", {}, day(job.last)), h("td", {}, job.hosts.length > 3 ? `${job.hosts.length} hosts` : job.hosts.join(", ")), h("td", { class: "long" }, job.script)))));
+      h("td", {}, h("a", { href: `#/job/${job.key}` }, job.run_id)), h("td", {}, stateOf(job.state)), h("td", {}, job.started),
+      h("td", {}, job.last), h("td", {}, job.hosts.length > 3 ? `${job.hosts.length} hosts` : job.hosts.join(", ")), h("td", { class: "long" }, job.script)))));
 }
 
 function route() {

@@ -1,6 +1,6 @@
 // The attempts of all nodes over time, with restarts and failures, as a drawing.
 
-import { day, duration, h, s, time } from "./dom.js";
+import { duration, h, s } from "./dom.js";
 
 const [LANE, LABEL, TOP] = [22, 130, 6];
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
@@ -35,13 +35,13 @@ export function timeline() {
       for (const attempt of job.attempts.filter((each) => each.node === index)) {
         const stop = attempt.ended ?? until;
         const kind = attempt.ended === null ? "open" : attempt.state === "failed" ? "end-bad" : attempt.state === "succeeded" ? "run" : "end-calm";
-        const text = `attempt ${attempt.number}, ${time(attempt.started)}, ${duration(stop - attempt.started)}, ${attempt.state}${attempt.reason ? `: ${attempt.reason}` : ""}`;
+        const text = `attempt ${attempt.number}, from ${duration(attempt.started - begin)}, for ${duration(stop - attempt.started)}, ${attempt.state}${attempt.reason ? `: ${attempt.reason}` : ""}`;
         parts.push(bar("run", x(attempt.started), x(stop), y, 16, text));
         if (attempt.ended !== null) parts.push(bar(kind, x(stop) - 3, x(stop), y, 16, text));
       }
     });
     for (const each of job.restarts.filter((restart) => restart.time)) {
-      const text = `${day(each.time)}, rung ${each.rung}: ${each.rank === null ? "" : `rank ${each.rank}: `}${each.what}`;
+      const text = `after ${duration(each.time - begin)}, rung ${each.rung}: ${each.rank === null ? "" : `rank ${each.rank}: `}${each.what}`;
       const soft = each.rung < 3 || each.cause === "membership" ? "soft" : "";
       parts.push(s("line", { class: `mark ${soft}`, x1: x(each.time), x2: x(each.time), y1: 0, y2: height }, s("title", {}, text)));
     }
