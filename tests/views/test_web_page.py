@@ -130,6 +130,32 @@ def test_a_step_is_shown_within_a_second(open_page: Any, web: Served, job: Writt
     assert min(took) < SHOWN_S
 
 
+def test_a_job_without_recent_steps_does_not_look_healthy(
+    open_page: Any, tmp_path: Path, job: WrittenJob
+) -> None:
+    job.begun -= 120
+    for rank in range(4):
+        job.step(rank, 1001)
+    with served(tmp_path) as web:
+        page = the_job(open_page(web.url))
+        page.wait_for_selector("#ranks .rank.b0")
+        assert "last step" not in page.locator("#overview").inner_text()
+        for rank in range(4):
+            job.step(rank, 1001, ago=60 + rank)
+        page.wait_for_selector("#ranks .rank.stale")
+        assert page.locator("#ranks .rank.stale").count() == 4
+        assert fact(page, "steps/s (slowest rank)") == "0"
+        assert re.fullmatch(r"1:0\d min ago", fact(page, "last step"))
+        about = page.locator("#ranks p").inner_text()
+        assert about.startswith("no recent step: rank 3 (1:0")
+        title = page.locator("#ranks .rank[data-rank='2']").get_attribute("title")
+        assert "running, step 1,001, no recent step, last step 1:0" in title
+        for rank in range(4):
+            job.step(rank, 1002)
+        page.wait_for_selector("#ranks .rank.stale", state="detached")
+        assert "last step" not in page.locator("#overview").inner_text()
+
+
 def test_a_page_follows_a_restart(open_page: Any, web: Served, job: WrittenJob) -> None:
     job.log(1, "before\n")
     page = the_job(open_page(web.url))
@@ -356,6 +382,7 @@ def test_texts_are_readable_in_both_schemes(
 ) -> None:
     job.fail(0, "ValueError: no")
     job.start()
+    job.begun -= 120
     for rank, step in enumerate((100, 95, 9)):
         job.step(rank, step)
     page = the_job(open_page(web.url, color_scheme=scheme))
@@ -365,6 +392,8 @@ def test_texts_are_readable_in_both_schemes(
     selectors = ("h1", ".dim", ".state", "#failures summary", "#story pre", "#nodes th", "#home")
     for selector in (*selectors, ".rank.b0", ".rank.b2", ".rank.b4", ".rank.none"):
         assert contrast(page, selector) >= 4.5, selector
+    job.step(3, 9, ago=60)
+    assert contrast(page, ".rank.stale") >= 4.5
 
 
 def test_everything_is_reached_with_the_tab_key(

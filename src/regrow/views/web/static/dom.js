@@ -45,6 +45,11 @@ export function number(value, digits = 3) {
   return Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(digits)));
 }
 
+/** The step of a job or a rank. */
+export function stepOf(each) {
+  return `${each.step_is_minimum ? "at least " : ""}${number(each.step)}`;
+}
+
 const LEVELS = {
   good: ["running", "succeeded"],
   warn: ["waiting", "starting", "restarting", "stopping", "replacing", "suspended", "stalled", "unknown"],

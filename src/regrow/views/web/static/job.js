@@ -2,10 +2,13 @@
 
 import { accountPanel } from "./account.js";
 import { follow } from "./api.js";
-import { duration, fill, h, number, stateOf } from "./dom.js";
+import { duration, fill, h, number, stateOf, stepOf } from "./dom.js";
 import { logPanel } from "./logs.js";
 import { rankMap } from "./ranks.js";
 import { timeline } from "./timeline.js";
+
+// Without a pace, a last step that is older than this is shown. A late job has the pace 0.
+const SILENT_S = 5;
 
 /** Show a job in `main`; returns a function that ends it. */
 export function jobPage(main, key, onLink, onName) {
@@ -44,16 +47,18 @@ export function jobPage(main, key, onLink, onName) {
 }
 
 function overview(job) {
+  const isSilent = !job.pace && job.step_age_s > SILENT_S;
   const facts = [
     ["state", stateOf(job.state)],
-    ["step", number(job.step)],
+    ["step", stepOf(job)],
     ["steps/s (slowest rank)", number(job.pace)],
+    isSilent ? ["last step", h("span", { class: "state warn" }, `${duration(job.step_age_s)} ago`)] : null,
     [job.is_over ? "ran for" : "running for", duration(job.duration_s)],
     ["attempt", number(job.attempt)],
     ["workers", `${number(job.world_size)}${job.nodes.length > 1 ? `, ${job.nodes.filter((node) => node.attempt === job.attempt).length} of ${job.nodes.length} nodes` : ""}`],
     ["restarts", `${number(job.restart_count)}${job.restarts_left === null ? "" : ` (${job.restarts_left} left)`}`],
     ["steps done again", number(job.lost_steps)],
-  ];
+  ].filter(Boolean);
   const reason = job.reason === job.state ? "" : job.reason;
   const latest = job.nodes.filter((node) => node.incident).sort((a, b) => b.incident_at - a.incident_at)[0];
   const [label, incident] = job.is_over ? ["end: ", reason] : [`latest, ${latest?.incident_text}: `, latest?.incident];

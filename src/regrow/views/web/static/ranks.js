@@ -1,17 +1,20 @@
 // The ranks as a heat map: one button each, moved through with the arrow keys.
 
-import { duration, fill, h, number } from "./dom.js";
+import { duration, fill, h, number, stepOf } from "./dom.js";
 
 const OFF = ["stopped", "succeeded", "unknown"];
 const KEYS = [
   ["b0", "at the first rank's step, or one behind"], ["b1", "up to 3 behind"], ["b2", "up to 10"], ["b3", "up to 30"],
-  ["b4", "more"], ["none", "no step reported"], ["sick", "failed, hung, lost or suspended"], ["off", "does not run"],
+  ["b4", "more"], ["stale", "no recent step"], ["none", "no step reported"], ["sick", "failed, hung, lost or suspended"], ["off", "does not run"],
 ];
+
+const MOST_NAMED = 5;
 
 function shade(rank) {
   if (OFF.includes(rank.state)) return "off";
   if (rank.state !== "running") return "sick";
   if (rank.step === null) return "none";
+  if (rank.pace === 0) return "stale";
   const limits = [1, 3, 10, 30];
   const at = limits.findIndex((limit) => rank.behind <= limit);
   return `b${at < 0 ? 4 : at}`;
@@ -20,14 +23,27 @@ function shade(rank) {
 export function describe(rank, nodes) {
   const parts = [`rank ${rank.rank} on ${nodes[rank.node]?.host}`, rank.state];
   if (rank.what) parts.push(rank.what);
-  if (rank.step !== null) parts.push(`step ${number(rank.step)}`);
+  if (rank.step !== null) parts.push(`step ${stepOf(rank)}`);
   if (rank.behind) parts.push(`${number(rank.behind)} behind`);
   if (rank.phase) parts.push(`in the phase ${rank.phase}`);
-  if (rank.pace !== null) parts.push(`${number(rank.pace)} steps/s`);
+  if (shade(rank) === "stale") parts.push("no recent step");
+  else if (rank.pace !== null) parts.push(`${number(rank.pace)} steps/s`);
   if (rank.step_age_s !== null) parts.push(`last step ${duration(rank.step_age_s)} ago`);
   if (rank.replaced) parts.push(`replaced ${rank.replaced} times`);
   if (rank.pid !== null) parts.push(`pid ${rank.pid}`);
   return parts.join(", ");
+}
+
+/** The ranks that a reader should look at. */
+function attention(ranks) {
+  const slow = ranks.filter((each) => each.behind > 1 && each.state === "running").sort((a, b) => b.behind - a.behind);
+  const stale = ranks.filter((each) => shade(each) === "stale").sort((a, b) => b.step_age_s - a.step_age_s);
+  const list = (name, found, figure) => `${name}: ${found.slice(0, MOST_NAMED).map((each) => `rank ${each.rank} (${figure(each)})`).join(", ")}${found.length > MOST_NAMED ? ` and ${number(found.length - MOST_NAMED)} more` : ""}`;
+  const parts = [
+    stale.length ? list("no recent step", stale, (each) => `${duration(each.step_age_s)} ago`) : null,
+    slow.length ? list("behind", slow, (each) => `${number(each.behind)} steps`) : null,
+  ];
+  return parts.filter(Boolean).join("; ") || "Select a rank for its figures and its log.";
 }
 
 /** The map, with `update(job)` and the property `selected`. */
@@ -70,12 +86,7 @@ export function rankMap(onSelect) {
 
   function show() {
     const rank = job?.ranks.find((each) => each.rank === map.selected);
-    const slow = job?.ranks.filter((each) => each.behind > 1 && each.state === "running").sort((a, b) => b.behind - a.behind);
-    about.textContent = rank
-      ? describe(rank, job.nodes)
-      : slow?.length
-        ? `behind: ${slow.slice(0, 5).map((each) => `rank ${each.rank} (${number(each.behind)} steps)`).join(", ")}`
-        : "Select a rank for its figures and its log.";
+    about.textContent = rank ? describe(rank, job.nodes) : attention(job?.ranks ?? []);
     for (const cell of cells) cell.setAttribute("aria-pressed", String(Number(cell.dataset.rank) === map.selected));
   }
 
