@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from helpers.jobs.e2e_job import Job
 from helpers.processes import alive, children_of
 from helpers.views.served import Served, served
 from helpers.views.written_job import WrittenJob
+from regrow.events import read_events
+from regrow.ledger import MEANINGS, build_ledgers
+from regrow.views.account import figures
 
 pytestmark = [pytest.mark.views, pytest.mark.timeout(120)]
 
@@ -322,6 +326,33 @@ def test_the_ledger_is_a_chart_with_all_buckets(open_page: Any, tmp_path: Path) 
         assert page.locator("#ledger svg rect").count() == rows
         shares = page.locator("#ledger tbody td:nth-child(3)").all_inner_texts()
         assert abs(sum(float(share.split()[0]) for share in shares) - 100) < 0.1 * rows
+
+
+COLOURS = """async (buckets) => {
+  const { accountPanel } = await import("/account.js");
+  const ledger = { total_s: buckets.length, buckets };
+  const found = { ledger, explanations: [], is_current: true };
+  window.fetch = async () => ({ ok: true, json: async () => found });
+  const panel = accountPanel("key");
+  document.body.replaceChildren(panel.ledger);
+  panel.update({ events: 1 });
+  while (!document.querySelector("#ledger td")) await new Promise((done) => setTimeout(done, 5));
+  const styles = (selector, property) =>
+    [...document.querySelectorAll(selector)].map((each) => getComputedStyle(each)[property]);
+  return [styles("#ledger .bucket", "fill"), styles("#ledger .key", "background")];
+}"""
+
+
+def test_each_bucket_of_the_ledger_has_a_colour_of_its_own(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    (ledger,) = build_ledgers({"": list(read_events(str(job.directory)))})
+    seconds = dict.fromkeys((*MEANINGS, *(f"phase:{n}" for n in range(4))), 1.0)
+    buckets = figures(replace(ledger, seconds=seconds))["buckets"]
+    bars, keys = open_page(web.url).evaluate(COLOURS, buckets)
+    assert len(set(bars)) == len(set(keys)) == len(seconds)
+    assert sum("#hatch" in fill for fill in bars) == 1
+    assert all("none" not in fill for fill in bars)
 
 
 def test_512_ranks_are_shown_and_moved_through_with_the_keys(

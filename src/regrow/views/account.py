@@ -20,6 +20,7 @@ from regrow.ledger import (
     Ledger,
     agent_is_alive,
     build_ledgers,
+    is_phase,
     title,
 )
 from regrow.utils import date_stamp
@@ -83,15 +84,18 @@ def account(job: Job, remote: RemoteJob | None) -> dict[str, Any]:
     found = next(reversed(explain(logs).values()), [])  # the runs of a job have one id
     ledgers = build_ledgers(logs, agent_is_alive) if is_whole else []
     return {
-        "ledger": _figures(ledgers[-1]) if ledgers else None,
+        "ledger": figures(ledgers[-1]) if ledgers else None,
         "explanations": [_shown(each) for each in found[-MOST_EXPLANATIONS:]],
         "rungs": RUNG_NAMES,
         "left_out": max(len(found) - MOST_EXPLANATIONS, 0),
     }
 
 
-def _figures(ledger: Ledger) -> dict[str, Any]:
+def figures(ledger: Ledger) -> dict[str, Any]:
+    """Return a ledger as the page gets it: its ratios, and its buckets, the biggest first."""
     order = sorted(ledger.seconds.items(), key=lambda each: -each[1])
+    places = {name: place for place, name in enumerate(MEANINGS)}
+    places |= {name: place for place, name in enumerate(sorted(filter(is_phase, ledger.seconds)))}
     return {
         "total_s": ledger.total,
         "productive_s": ledger.seconds[PRODUCTIVE],
@@ -101,7 +105,13 @@ def _figures(ledger: Ledger) -> dict[str, Any]:
         "workers": ledger.workers,
         "redone_steps": ledger.redone_steps,
         "buckets": [
-            {"name": name, "title": title(name), "meaning": MEANINGS.get(name, ""), "seconds": each}
+            {
+                "name": name,
+                "title": title(name),
+                "meaning": MEANINGS.get(name, ""),
+                "seconds": each,
+                "place": places.get(name, 0),  # gives a bucket its colour, whatever its size
+            }
             for name, each in order
             if each > 0 or name == UNKNOWN
         ],

@@ -50,10 +50,10 @@ function ledgerChart(ledger) {
   if (!ledger) return h("p", { class: "dim" }, "Not known: it needs the log directories of all hosts.");
   const whole = ledger.total_s || 1;
   let at = 0;
-  const parts = ledger.buckets.map((each, index) => {
+  const parts = ledger.buckets.map((each) => {
     const [from, size] = [at, (100 * each.seconds) / whole];
     at += size;
-    return s("rect", { class: `bucket ${shade(each.name, index)}`, x: from, y: 0, width: size, height: 10 }, s("title", {}, `${each.title}: ${percent(each.seconds / whole)}`));
+    return s("rect", { class: `bucket ${shade(each)}`, x: `${from}%`, y: 0, width: `${size}%`, height: "100%" }, s("title", {}, `${each.title}: ${percent(each.seconds / whole)}`));
   });
   const facts = [
     ["goodput", ledger.goodput, `productive ${duration(ledger.productive_s)} / all ${duration(ledger.total_s)}`],
@@ -61,20 +61,23 @@ function ledgerChart(ledger) {
   ];
   return [
     h("dl", { class: "facts wide" }, facts.map(([name, share, formula]) => h("div", {}, h("dt", {}, `${name} = ${formula}`), h("dd", {}, percent(share))))),
-    s("svg", { class: "ledger", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": "shares of the worker-time, as in the table below" }, parts),
+    s("svg", { class: "ledger", role: "img", "aria-label": "shares of the worker-time, as in the table below" }, HATCH(), parts),
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, h("th", {}, "worker-time"), h("th", { class: "num" }, "time"), h("th", { class: "num" }, "share"), h("th", {}, ""))),
-      h("tbody", {}, ledger.buckets.map((each, index) => h("tr", {},
-        h("td", {}, h("span", { class: `key ${shade(each.name, index)}` }), each.title), h("td", { class: "num" }, duration(each.seconds)),
+      h("tbody", {}, ledger.buckets.map((each) => h("tr", {},
+        h("td", {}, h("span", { class: `key ${shade(each)}` }), each.title), h("td", { class: "num" }, duration(each.seconds)),
         h("td", { class: "num" }, percent(each.seconds / whole)), h("td", { class: "long dim" }, each.meaning)))))),
   ];
 }
 
-// Productive time is green, unknown time is hatched, each loss has a colour of its own.
-const LOSSES = 8;
-function shade(name, index) {
+const HATCH = () => s("defs", {}, s("pattern", { id: "hatch", patternUnits: "userSpaceOnUse", width: 6, height: 6, patternTransform: "rotate(45)" }, s("path", { class: "hatch", d: "M0 0h3v6h-3z" })));
+
+// Productive time is green, unknown time is hatched, each loss has a colour of its own. Phases are
+// blue, in shades that a script with many phases uses again.
+const PHASES = 4;
+function shade({ name, place }) {
   if (name === "productive" || name === "unknown") return name;
-  return name.startsWith("phase:") ? "phase" : `loss${index % LOSSES}`;
+  return name.startsWith("phase:") ? `phase${place % PHASES}` : `loss${place}`;
 }
 
 function explained(all, { left_out: leftOut, rungs }, isOpen) {
