@@ -1,46 +1,77 @@
-"""Make the pictures of `docs/guides/watching.md`: `make screenshots`."""
+"""Make the pictures of `docs/guides/watching.md` from a real job: `make screenshots`."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from helpers.commands import ROOT
+from helpers.processes import wait_until
 from helpers.views.served import served
-from helpers.views.written_job import WrittenJob
+from regrow.events import read_events
 
 RANKS = 64
+TRAIN = f"""
+import os, time
+from pathlib import Path
+
+import regrow
+
+STEP_S, CHECKPOINT_S, RANKS = 0.02, 0.3, {RANKS}
+rank, attempt = int(os.environ["RANK"]), int(os.environ["REGROW_ATTEMPT"])
+ready = Path(f"ready_{{attempt}}")
+ready.mkdir(exist_ok=True)
+(ready / str(rank)).touch()
+while len(found := list(ready.iterdir())) < RANKS:
+    time.sleep(0.01)
+behind = {{11: 6, 12: 2, 37: 23, 50: 60}}.get(rank, rank % 2)
+at = max(file.stat().st_mtime for file in found) + behind * STEP_S
 
 
-def write(runs: Path) -> WrittenJob:
-    """Write a job with two failures, in its third attempt."""
-    job = WrittenJob(runs, RANKS, run_id="llama-8b", host=None)
-    step = 0
-    for failure in ("torch.OutOfMemoryError: CUDA out of memory", "RuntimeError: loss is NaN", ""):
-        job.start()
-        job.begun -= 90
-        first, step = step - 40 if step else 0, step + 400
-        job.emit(
-            "worker.first_step", rank=0, local_rank=0, step=first + 1, step_monotonic=job.begun
-        )
-        for rank in range(RANKS):
-            lag = {11: 6, 12: 2, 37: 23, 50: 60}.get(rank, rank % 2)
-            job.step(rank, step - lag, first=first + 1)
-        job.log(
-            11, "".join(f"step {n}  loss {2.2 / (n / 100):.4f}\n" for n in range(step - 60, step))
-        )
-        time.sleep(2)
-        if failure:
-            job.fail(11, failure)
-            job.emit("job.restarting", restart_count=1, restarts_left=2, delay_s=0, reason=failure)
-            time.sleep(0.4)
-    job.emit("worker.suspended", rank=20, local_rank=20, pid=1020, signal="SIGSTOP")
-    return job
+def work(seconds):
+    global at
+    at += seconds
+    time.sleep(max(at - time.time(), 0))
+
+
+def train():
+    for step in range(first, last + 1):
+        work(STEP_S)
+        regrow.step(step)
+        print(f"step {{step}}  loss {{2.2 / (step / 100):.4f}}", flush=True)
+        if step % 100 == 0:
+            with regrow.phase("checkpoint"):
+                work(CHECKPOINT_S)
+    if rank == 11 and error is not None:
+        raise error
+    work(error is not None and 60)
+
+
+out_of_memory = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+error = (out_of_memory, FloatingPointError("loss is NaN"), None)[attempt]
+first, last = 400 * attempt + 1, (440, 840, 1600)[attempt]
+train()
+"""
+
+
+def shown(page: Page, url: str) -> None:
+    """Open the job, and select rank 11."""
+    page.goto(url)
+    page.click("#jobs a")
+    page.click("#ranks .rank[data-rank='11']")
+    page.wait_for_selector("#logs pre >> text=loss")
+    page.wait_for_selector("#failures details >> nth=1")
+
+
+def picture(page: Page, name: str) -> None:
+    page.screenshot(path=ROOT / "docs" / "images" / name)
 
 
 def main() -> None:
@@ -49,20 +80,44 @@ def main() -> None:
     if program is None:
         sys.exit("chromium is missing: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        job = write(Path(folder) / "runs")
+        (Path(folder) / "train.py").write_text(TRAIN)
         browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        with served(Path(folder) / "runs") as web:
-            for scheme in ("light", "dark"):
+        command = [sys.executable, "-m", "regrow", "run", "--standalone", "--log-dir", "runs"]
+        command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3", "--redirects", "3"]
+        job = subprocess.Popen([*command, "train.py"], cwd=folder, stdin=subprocess.DEVNULL)
+        try:
+            pids = wait_until(lambda: third_attempt(Path(folder) / "runs"), "attempt 2", 120)
+            with served(Path(folder) / "runs") as web:
                 page = browser.new_page(
-                    color_scheme="dark" if scheme == "dark" else "light",
-                    viewport={"width": 1100, "height": 1250},
+                    color_scheme="light", viewport={"width": 1100, "height": 1250}
                 )
-                page.goto(web.url)
-                page.click("#jobs a")
-                page.click("#ranks .rank[data-rank='11']")
-                page.wait_for_selector("#logs pre >> text=loss")
-                page.screenshot(path=ROOT / "docs" / "images" / f"web-{scheme}.png")
-        job.close()
+                shown(page, web.url)
+                page.wait_for_selector("#overview dd >> text=1,2", timeout=120_000)
+                os.kill(pids["20"], signal.SIGSTOP)
+                page.wait_for_selector("#ranks .rank.sick[data-rank='20']")
+                picture(page, "web-light.png")
+                os.kill(pids["20"], signal.SIGCONT)
+                job.wait(120)
+                page = browser.new_page(
+                    color_scheme="dark", viewport={"width": 1100, "height": 1150}
+                )
+                shown(page, web.url)
+                page.wait_for_selector("#ledger table")
+                page.evaluate("scrollTo(0, document.getElementById('logs').offsetTop - 60)")
+                picture(page, "web-dark.png")
+        finally:
+            job.kill()
+            job.wait()
+
+
+def third_attempt(runs: Path) -> dict[str, int] | None:
+    """Return the processes of the third attempt, by rank."""
+    for log in runs.glob("*/events.jsonl"):
+        for event in read_events(str(log.parent)):
+            if event["name"] == "regrow.attempt.started" and event["attempt"] == 2:
+                found: dict[str, int] = event["pids"]
+                return found
+    return None
 
 
 if __name__ == "__main__":
