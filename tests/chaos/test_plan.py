@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.chaos import Plan, RandomFaults, Rule, highest_rank, parse
+from regrow.chaos import Plan, RandomFaults, Rule, parse
 
 
 def test_a_plan_of_three_rules() -> None:
@@ -22,7 +23,14 @@ def test_a_plan_of_three_rules() -> None:
         seed=7,
     )
     assert plan.faults == {"kill", "stop", "raise"}
-    assert highest_rank(plan) == 2
+
+
+@pytest.mark.parametrize("text", ["stop at=1s; kill rank={} at=1s", "mtbf=1s; mtbf=2s rank={}"])
+def test_a_rank_beyond_those_of_the_job_is_an_error(text: str) -> None:
+    assert parse(text.format(1), most_ranks=2).rules[1].rank == 1
+    wrong = re.escape("at character 18, 'rank=2': the job has at most 2 ranks, numbered from 0")
+    with pytest.raises(ValueError, match=wrong):
+        parse(text.format(2), most_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,11 @@ def test_a_seed_may_stand_alone() -> None:
         ("kill at=1s at=2s", "at character 12, 'at=2s': at is given twice"),
         ("kill at=1s times=2", "at character 12, 'times=2': only with every="),
         ("kill every=1ms", "at character 6, 'every=1ms': not between 0.1 s and 86400 s"),
+        (
+            "kill at=1s seed=7",
+            "at character 12, 'seed=7': kill takes at, every, rank, times, not seed;"
+            " seed= is a rule of its own: write a semicolon before it",
+        ),
         ("kill at=2000h", "at character 6, 'at=2000h': not between 0 s and 86400 s"),
         ("fill at=1s", "at character 1, 'fill': needs path=, for="),
         ("slow at=1s by=0.5", "at character 12, 'by=0.5': not a factor above 1"),

@@ -184,7 +184,13 @@ BEYOND = f"1{'0' * 400}"  # no float
         ("--preload", ["torch,", "a-b", "train.py,7"], "is not the name of a module"),
         ("--standby", ["-1", "65", HUGE], "is not a number of processes"),
         ("--chaos", ["kil at=1s", "kill at=1"], "at character "),
-        ("--chaos", ["kill rank=1 at=1s"], "rank=1: the job has at most 1 ranks"),
+        ("--chaos", ["", " "], "--chaos: the plan has no fault; give for example"),
+        (
+            "--chaos",
+            ["kill rank=1 at=1s"],
+            "--chaos: at character 6, 'rank=1': the job has at most 1 ranks",
+        ),
+        ("--metrics-port", ["0", "127.0.0.1:0", "00"], "is not a port to scrape"),
         (
             "--chaos",
             ["fill path=/nowhere at=1s for=1s"],

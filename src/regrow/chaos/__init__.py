@@ -13,7 +13,6 @@ from regrow.chaos.plan import (
     Plan,
     RandomFaults,
     Rule,
-    highest_rank,
     parse,
 )
 from regrow.chaos.record import Injection, Injections

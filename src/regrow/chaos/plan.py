@@ -44,6 +44,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "cut": ("for",),
     "delay": ("by", "for"),
 }
+_OF_ITS_OWN = frozenset({"mtbf", "seed"})
 _RANDOM_KEYS = frozenset({"mtbf", "seed", "faults", "rank", "for"})
 _MAY_BE_RANDOM = ("kill", "stop", "raise", "hang", "slow", "gil", "segfault", "cut")
 DEFAULT_RANDOM = ("kill", "stop", "raise")
@@ -121,13 +122,12 @@ class Plan:
         return tuple(rule.path for rule in self.rules if isinstance(rule, Rule) and rule.path)
 
 
-def highest_rank(plan: Plan) -> int:
-    """Return the highest rank that the plan names; -1 if it names none."""
-    return max((rule.rank for rule in plan.rules if rule.rank is not None), default=-1)
-
-
-def parse(text: str) -> Plan:
+def parse(text: str, most_ranks: int | None = None) -> Plan:
     """Parse a plan.
+
+    Args:
+        text: the plan.
+        most_ranks: the most ranks that the job may have, if known.
 
     Raises:
         ValueError: the text is no plan; the message names the position (from 1) and the word.
@@ -149,9 +149,9 @@ def parse(text: str) -> Plan:
                 raise values["seed"].wrong("the plan has a seed already")
             seed = _whole(values["seed"], (1 << 63) - 1)
         if name:
-            rules.append(_rule(words[0], values))
+            rules.append(_rule(words[0], values, most_ranks))
         elif "mtbf" in values:
-            rules.append(_random(values))
+            rules.append(_random(values, most_ranks))
         elif values.keys() != {"seed"}:
             raise words[0].wrong("a rule begins with a fault, or has mtbf=TIME")
     if not rules:
@@ -182,14 +182,16 @@ def _values(fault: str, words: list[_Word]) -> dict[str, _Word]:
         allowed = _KEYS.get(fault, frozenset()) if fault else _RANDOM_KEYS
         if (not fault or fault in _KEYS) and key not in allowed:
             rule = fault or "a rule without a fault"
-            raise word.wrong(f"{rule} takes {', '.join(sorted(allowed))}, not {key}")
+            why = f"{rule} takes {', '.join(sorted(allowed))}, not {key}"
+            hint = f"; {key}= is a rule of its own: write a semicolon before it"
+            raise word.wrong(why + hint if key in _OF_ITS_OWN else why)
         if key in values:
             raise word.wrong(f"{key} is given twice")
         values[key] = word
     return values
 
 
-def _rule(first: _Word, values: dict[str, _Word]) -> Rule:
+def _rule(first: _Word, values: dict[str, _Word], most_ranks: int | None) -> Rule:
     fault = first.text
     if fault not in _KEYS:
         raise first.wrong(f"not a fault; the faults are {', '.join(_KEYS)}")
@@ -203,7 +205,7 @@ def _rule(first: _Word, values: dict[str, _Word]) -> Rule:
     by = values.get("by")
     return Rule(
         fault,
-        rank=_rank(values.get("rank")),
+        rank=_rank(values.get("rank"), most_ranks),
         at_s=_time(values.get("at")),
         every_s=_time(values.get("every"), SHORTEST_GAP_S),
         times=_whole(values["times"], 1 << 31, least=1) if "times" in values else None,
@@ -214,7 +216,7 @@ def _rule(first: _Word, values: dict[str, _Word]) -> Rule:
     )
 
 
-def _random(values: dict[str, _Word]) -> RandomFaults:
+def _random(values: dict[str, _Word], most_ranks: int | None) -> RandomFaults:
     mtbf = _time(values["mtbf"], SHORTEST_GAP_S)
     assert mtbf is not None
     faults: tuple[str, ...] = DEFAULT_RANDOM
@@ -223,13 +225,17 @@ def _random(values: dict[str, _Word]) -> RandomFaults:
         for fault in faults:
             if fault not in _MAY_BE_RANDOM:
                 raise values["faults"].wrong(f"{fault!r} is not one of {', '.join(_MAY_BE_RANDOM)}")
-    return RandomFaults(mtbf, faults, _rank(values.get("rank")), _time(values.get("for"), 0.001))
+    rank = _rank(values.get("rank"), most_ranks)
+    return RandomFaults(mtbf, faults, rank, _time(values.get("for"), 0.001))
 
 
-def _rank(word: _Word | None) -> int | None:
+def _rank(word: _Word | None, most_ranks: int | None) -> int | None:
     if word is None or word.value == "any":
         return None
-    return _whole(word, _MOST_RANKS)
+    rank = _whole(word, _MOST_RANKS)
+    if most_ranks is not None and rank >= most_ranks:
+        raise word.wrong(f"the job has at most {most_ranks} ranks, numbered from 0")
+    return rank
 
 
 def _whole(word: _Word, most: int, least: int = 0) -> int:

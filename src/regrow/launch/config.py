@@ -172,7 +172,7 @@ class LaunchConfig:
         if fault := standby_fault(self.standby):
             raise ValueError(f"standby: {fault}")
         if self.chaos and (fault := chaos_fault(self.chaos, self.max_nodes * self.nproc_per_node)):
-            raise ValueError(f"chaos: {fault}")
+            raise ValueError(f"--chaos: {fault}")
         if fault := time_limit_fault(self.time_limit, self.shutdown_timeout):
             raise ValueError(f"time_limit: {fault}")
         if self.metrics_port or self.otel_spans:
@@ -207,16 +207,12 @@ def chaos_fault(text: str, most_ranks: int | None = None) -> str | None:
         most_ranks: the most ranks that the job may have, if known.
     """
     from regrow.agent.features.host_faults import reason_refused
-    from regrow.chaos import highest_rank, parse
+    from regrow.chaos import parse
 
     try:
-        plan = parse(text)
+        return reason_refused(parse(text, most_ranks))
     except ValueError as error:
         return str(error)
-    rank = highest_rank(plan)
-    if most_ranks is not None and rank >= most_ranks:
-        return f"rank={rank}: the job has at most {most_ranks} ranks, numbered from 0"
-    return reason_refused(plan)
 
 
 def time_limit_fault(seconds: float | None, shutdown_timeout: float) -> str | None:

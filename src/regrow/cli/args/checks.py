@@ -87,8 +87,12 @@ def number_fault(args: Namespace) -> str | None:
     if fault := standby_fault(getattr(args, "standby", 0)):
         return f"--standby: {fault}"
     chaos = getattr(args, "chaos", "")
-    if chaos and (fault := chaos_fault(chaos)):
+    is_typed = isinstance(args, GivenFlags) and "chaos" in args.flags  # also `--chaos "$UNSET"`
+    if (chaos or is_typed) and (fault := chaos_fault(chaos)):
         return f"--chaos: {fault}"
+    metrics_port = getattr(args, "metrics_port", None) or ""
+    if _number(metrics_port.rpartition(":")[2]) == 0:
+        return f"--metrics-port: {metrics_port} is not a port to scrape; give for example 9400"
     heartbeat = getattr(args, "heartbeat", None)
     if heartbeat is not None and (fault := heartbeat_fault(heartbeat)):
         return f"--heartbeat: {fault}"

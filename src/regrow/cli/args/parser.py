@@ -48,17 +48,21 @@ def give(namespace: Namespace, flag: str, value: object) -> None:
         namespace.flags.add(flag)
 
 
-class _Value(Action):
-    """Flag with a value; `PET_<DEST>` contains its default."""
-
-    def __init__(self, dest: str, default: Any = None, **kwargs: Any) -> None:
-        found = os.environ.get(f"PET_{dest.upper()}")
-        super().__init__(dest=dest, default=default if found is None else found, **kwargs)
+class _TypedValue(Action):
+    """Flag with a value."""
 
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
     ) -> None:
         give(namespace, self.dest, values)
+
+
+class _Value(_TypedValue):
+    """Flag with a value; `PET_<DEST>` contains its default."""
+
+    def __init__(self, dest: str, default: Any = None, **kwargs: Any) -> None:
+        found = os.environ.get(f"PET_{dest.upper()}")
+        super().__init__(dest=dest, default=default if found is None else found, **kwargs)
 
 
 class _Switch(Action):
@@ -202,7 +206,7 @@ def _settings(flag: Flag) -> dict[str, Any]:
         "help": f"{flag.help} (default: %(default)s)" if shown else flag.help,
         "default": [] if flag.default == () else flag.default,
         "type": flag.type,
-        "action": _Value if flag.environment else "store",
+        "action": _Value if flag.environment else _TypedValue,
         "choices": flag.choices,
         "metavar": None if flag.choices else flag.metavar or flag.name.rpartition("-")[2].upper(),
     }
