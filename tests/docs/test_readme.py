@@ -22,6 +22,22 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 150
 
 
+def goodput_table(page: str) -> list[list[str]]:
+    """Return the rows of the table of steps under faults, without its head."""
+    _, _, rest = PAGES[page].partition("| | steps done | share of steps |")
+    rows = rest.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_goodput_table_is_the_one_of_the_measurements() -> None:
+    table = goodput_table("README.md")
+    assert [row[0] for row in table] == ["regrow", "torchrun", "nvidia-resiliency-ext"]
+    assert table == goodput_table("docs/measurements.md")
+    for _, steps, share, *_ in table:
+        done, possible = (int(text.replace(",", "")) for text in steps.split(" of "))
+        assert share == f"{done / possible:.1%}"
+
+
 def test_make_knows_its_targets(tmp_path: Path) -> None:
     # The tests of the Makefile and of the demo run the targets; so does a run of this test.
     for name in ("Makefile", "pyproject.toml", "mkdocs.yml"):
