@@ -334,6 +334,20 @@ def test_the_last_free_seat_is_not_waited_for() -> None:
     )
 
 
+def test_the_waiting_hosts_are_named_if_they_are_known() -> None:
+    def why(hosts: list[str], number: int) -> str:
+        asked = words.JoinRequested(2, len(hosts), True, 200.0, tuple(hosts))
+        state, _ = decide(MEMBER._replace(started_at=200.0, quick_ends=9), asked)
+        _, (restart,) = decide(state, words.GatherOver(300.0, number))
+        assert isinstance(restart, words.Restart)
+        return restart.reason
+
+    assert why(["node3 (10.0.0.3)"], 1) == "host node3 (10.0.0.3) waits to join"
+    assert why(["a", "b", "c"], 3) == "hosts a, b and c wait to join"
+    assert why(["a", "b", "c", "d", "e"], 30) == "hosts a, b, c, d and 26 more wait to join"
+    assert why(["a", "b"], 1) == "1 node waits to join"  # one of them has left
+
+
 def test_a_waiting_node_that_left_causes_no_restart() -> None:
     state, _ = decide(MEMBER, words.JoinRequested(2, 1, full=False, now=200.0))
     state, actions = decide(state, words.GatherOver(201.0, 0))

@@ -36,7 +36,7 @@ def test_a_node_that_joins_a_running_job_is_taken_in(
     fault.healed(after)
     assert after.hosts == (*world.hosts, "node4"), job
     assert after.restarts == 0, job
-    no_worker_failed(job, "1 node waits to join")
+    no_worker_failed(job, f"host node4 ({hosts[3].addr}) waits to join")
     job.finish(*agents)
 
 

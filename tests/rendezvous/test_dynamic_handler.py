@@ -55,6 +55,7 @@ from regrow.rendezvous.protocol.messages import (
     WorkersFailed,
 )
 from regrow.store import Store, StoreClosedError
+from regrow.utils import host_of
 
 T = TypeVar("T")
 
@@ -346,7 +347,8 @@ def test_members_are_notified_of_waiting_nodes(make_job: MakeJob) -> None:
     last_call_over(job.rounds)
     joining.result()
     waiting = job.agent("b").join()
-    assert a.notification(NodesWaiting) == NodesWaiting(1, 1)
+    found = a.notification(NodesWaiting)
+    assert (found, [host_of(id).address for id in found.first]) == ((1, 1, found.first), ["b"])
     wait_until(lambda: a.handler.num_nodes_waiting() == 1, "a node waits")
     assert a.join().result().world_size == waiting.result().world_size == 2
     assert a.handler.num_nodes_waiting() == 0

@@ -152,6 +152,11 @@ def test_a_changed_number_of_waiting_nodes_above_zero_is_notified() -> None:
     assert notified(*views) == [NodesWaiting(2, 1), NodesWaiting(2, 2), NodesWaiting(2, 1)]
 
 
+def test_another_node_that_waits_is_notified_with_its_name() -> None:
+    views = [seen(seated(2), 1)._replace(first_waiting=(id,)) for id in ("a", "a", "b")]
+    assert notified(*views) == [NodesWaiting(2, 1, ("a",)), NodesWaiting(2, 1, ("b",))]
+
+
 def test_a_restart_that_is_spent_in_the_round_is_notified_once() -> None:
     at_the_start = seated(2)._replace(failures=1)
     views = [seen(at_the_start)._replace(failures=number) for number in (1, 2, 2, 3)]

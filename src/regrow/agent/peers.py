@@ -25,7 +25,7 @@ from regrow.agent.decisions.decide import WORKER_FAILURE
 from regrow.agent.records.recorder import failure_fields
 from regrow.agent.records.shared_failure import decode, encode
 from regrow.rendezvous import RendezvousError
-from regrow.utils import get_logger, headline
+from regrow.utils import get_logger, headline, host_of
 from regrow.workers import ProcessFailure
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ class Peers:
                 return None
             case NodesWaiting():
                 full = self._would_be_full(report)
-                return events.JoinRequested(report.round, report.waiting, full, now)
+                hosts = tuple(str(host_of(id)) for id in report.first)
+                return events.JoinRequested(report.round, report.waiting, full, now, hosts)
             case RoundClosed():
                 return events.Closed(failed=self.on_close(report))
         return events.MembershipChanged(str(report), now)

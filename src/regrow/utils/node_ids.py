@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
+_MOST_NAMED = 4
 LONGEST_NAME = 64
 """Most characters of a host name in an id."""
 
@@ -40,3 +42,12 @@ def host_of(node: str) -> Host:
     """Return the host of the node with this id; any text is accepted."""
     parts = " ".join(node.split()).split("/", 3)
     return Host(parts[0], parts[3] if len(parts) == 4 and parts[3] else parts[0])
+
+
+def name_hosts(hosts: Sequence[object], number: int) -> str:
+    """Name the first ones of a number of hosts: "host a", or "hosts a, b, c, d and 5 more"."""
+    named = list(map(str, hosts[:_MOST_NAMED]))
+    if number > len(named):
+        return f"hosts {', '.join(named)} and {number - len(named)} more"
+    *first, last = named
+    return f"hosts {', '.join(first)} and {last}" if first else f"host {last}"

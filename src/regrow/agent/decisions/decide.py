@@ -68,7 +68,7 @@ from typing import NamedTuple
 
 from regrow.agent.api import FAILED_STATES, WorkerState
 from regrow.agent.decisions import events
-from regrow.utils import Backoff
+from regrow.utils import Backoff, name_hosts
 
 QUICK_S = 10.0
 BACKOFF_BASE_S = 1.0
@@ -114,6 +114,7 @@ class AgentState(NamedTuple):
     succeeded: bool = False  # this node's workers succeeded, but the round ended after that
     early_join: events.JoinRequested | None = None  # for a round that has not formed here yet
     gathered: int = 0  # number of waiting nodes
+    joining: tuple[str, ...] = ()  # the first of their hosts
     gathered_since: float = 0.0  # monotonic seconds at which the first waiting node arrived
     gather_until: float | None = None  # monotonic seconds at which they join
     verdict: events.Verdict | None = None  # on this node's failure in the latest attempt
@@ -337,6 +338,7 @@ def _gather(state: AgentState, event: events.JoinRequested) -> Decision:
     grew, now = event.waiting > state.gathered, event.now
     state = state._replace(
         gathered=event.waiting,
+        joining=event.hosts,
         gathered_since=state.gathered_since if state.gather_until is not None else now,
     )
     until = state.gather_until
@@ -355,7 +357,9 @@ def _let_in(state: AgentState, now: float) -> Decision:
     if state.gather_until is None or now < state.gather_until:
         return state, ()
     number = state.gathered
-    reason = f"{number} node{'s wait' if number != 1 else ' waits'} to join"
+    known = 0 < len(state.joining) <= number  # else nodes have left meanwhile
+    who = name_hosts(state.joining, number) if known else f"{number} node{'s' * (number != 1)}"
+    reason = f"{who} wait{'s' * (number == 1)} to join"
     state = state._replace(quick_ends=_quick(state, now), gather_until=None)
     return _restart(state, events.Restart(reason, announce=True, full_grace=True, keep=True))
 

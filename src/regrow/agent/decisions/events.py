@@ -96,6 +96,8 @@ class JoinRequested(NamedTuple):
     full: bool
     """Whether they fill the next round, so that no other node can join."""
     now: float
+    hosts: tuple[str, ...] = ()
+    """The first of their hosts."""
 
 
 class Closed(NamedTuple):

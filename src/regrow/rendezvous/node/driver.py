@@ -72,6 +72,8 @@ class Snapshot(NamedTuple):
     """How many worker failures the job has been charged with so far."""
     leaving: tuple[tuple[str, str], ...] = ()
     """The first members, at most `MOST_JOINED`, that have announced to leave, with the reason."""
+    first_waiting: tuple[str, ...] = ()
+    """The ids of the first waiting nodes, at most `MOST_JOINED`."""
 
 
 def snapshot(state: Round, id: str) -> Snapshot:
@@ -85,6 +87,7 @@ def snapshot(state: Round, id: str) -> Snapshot:
         state.closed is not None,
         failures=state.failures,
         leaving=tuple(islice(state.leaving.items(), MOST_JOINED)),
+        first_waiting=state.first_waiting,
     )
 
 

@@ -118,8 +118,8 @@ class Notified(NamedTuple):
 
     round: int = 0
     """The round; 0 before the first."""
-    waiting: int = 0
-    """The number of waiting nodes in the latest notification."""
+    waiting: tuple[int, tuple[str, ...]] = (0, ())
+    """The number of waiting nodes, and the first ones, in the latest snapshot."""
     spent: int = 0
     """The number of restarts that replaced workers of the round have spent."""
     leaving: int = 0
@@ -153,15 +153,16 @@ def notifications(
     due: list[Notification] = []
     match snapshot.status:
         case Seated(round=notified.round, failures=before):
-            if snapshot.waiting not in (notified.waiting, 0):
-                due.append(NodesWaiting(notified.round, snapshot.waiting))
+            first = snapshot.first_waiting
+            if snapshot.waiting and (snapshot.waiting, first) != notified.waiting:
+                due.append(NodesWaiting(notified.round, snapshot.waiting, first))
             if snapshot.failures - before > notified.spent:
                 due.append(RestartSpent(notified.round, snapshot.failures))
             for leaver, why in snapshot.leaving[notified.leaving :]:
                 if leaver != id:
                     due.append(LeavingAnnounced(notified.round, leaver, why))
             notified = notified._replace(
-                waiting=snapshot.waiting,
+                waiting=(snapshot.waiting, first),
                 spent=max(notified.spent, snapshot.failures - before),
                 leaving=max(notified.leaving, len(snapshot.leaving)),
             )

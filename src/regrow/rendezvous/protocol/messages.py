@@ -285,6 +285,8 @@ class NodesWaiting(NamedTuple):
 
     round: int
     waiting: int
+    first: tuple[str, ...] = ()
+    """The ids of the first of them, at most `MOST_JOINED`."""
 
     def __str__(self) -> str:
         return (

@@ -94,6 +94,11 @@ class Round(Struct, frozen=True):
         return min(len(self.queue), self.free) if goes_on else 0
 
     @property
+    def first_waiting(self) -> tuple[str, ...]:
+        """The ids of the first `MOST_JOINED` of them."""
+        return tuple(islice(self.queue, min(self.waiting, MOST_JOINED)))
+
+    @property
     def free(self) -> int:
         """How many seats are neither taken nor reserved."""
         return self.max_nodes - len(self.members) - len(self.awaited)

@@ -101,7 +101,7 @@ from regrow.rendezvous.server.records import (
     event_record,
     recover,
 )
-from regrow.rendezvous.server.served_job import ServedJob, concerned
+from regrow.rendezvous.server.served_job import ServedJob, concerned, shown_waiting
 from regrow.rendezvous.settings import FORGET_JOB, GATHER, JOBS, LIVES, TEXT
 from regrow.store import Answer, within
 
@@ -598,7 +598,7 @@ class RendezvousService:
         elif not job.knows(subject(event)):
             self._unbind(job, subject(event))
         job.empty_at = None if nodes(job.state) else job.empty_at or now
-        if job.state.waiting != before.waiting and job.gather_at is None:
+        if shown_waiting(job.state) != shown_waiting(before) and job.gather_at is None:
             job.gather_at = now + GATHER
         ids = concerned(before, event, job.state)
         return refusal, self._wake(job, list(job.followers) if ids is None else ids)

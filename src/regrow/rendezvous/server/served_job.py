@@ -58,7 +58,7 @@ class ServedJob:
         self.check_at: float | None = now
         """Time of the next check by the failure detector; None if there is nothing to wait for."""
         self.gather_at: float | None = None
-        """When to notify the members of the number of waiting nodes."""
+        """When to notify the members of the waiting nodes."""
         self.empty_at = None if nodes(self.state) else now
         """Time since which the job has no node."""
 
@@ -163,7 +163,7 @@ class ServedJob:
 def concerned(before: Round, event: Event, after: Round) -> set[str] | None:
     """Return the ids of the nodes with a possibly changed snapshot; None: all nodes.
 
-    A changed number of waiting nodes does not count.
+    Changes of the waiting nodes do not count.
     """
     if _all_see(before) != _all_see(after):
         return None
@@ -179,6 +179,11 @@ def _all_see(state: Round) -> tuple[object, ...]:
 def _next(state: Round) -> set[str]:
     """Return the nodes in the queue that would have a seat in the next round."""
     return set(islice(state.queue, state.waiting))
+
+
+def shown_waiting(state: Round) -> tuple[object, ...]:
+    """Return what the members see of the waiting nodes."""
+    return state.waiting, state.first_waiting
 
 
 def _span(settings: messages.JobSettings) -> str:

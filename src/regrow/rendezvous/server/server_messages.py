@@ -230,6 +230,7 @@ class SnapshotReply(Struct, array_like=True, tag=0, frozen=True, gc=False):
     others: int = 0
     failures: int = 0
     leaving: tuple[tuple[str, str], ...] = ()
+    first_waiting: tuple[str, ...] = ()
 
 
 class BeatReply(Struct, array_like=True, tag=1, frozen=True, gc=False):
@@ -403,7 +404,7 @@ def read_snapshot(answer: SnapshotReply) -> Snapshot:
         raise ValueError(f"{answer.kind!r} is not a status that this release of regrow knows")
     status = decoder.decode(answer.status)
     waiting, judged, closed = answer.waiting, answer.judged, answer.closed
-    more = answer.others, answer.failures, answer.leaving
+    more = answer.others, answer.failures, answer.leaving, answer.first_waiting
     return Snapshot(answer.version, status, waiting, judged, closed, *more)
 
 
