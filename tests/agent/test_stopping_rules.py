@@ -169,13 +169,50 @@ def test_a_request_for_the_whole_job_stops_an_elastic_job_as_well() -> None:
     assert decide([report(whole=True), report(leaves=True)], 1, final=False) == StopAt(6)
 
 
-@given(st.integers(0, 2**62), st.integers(0, 99), st.integers(0, 99), st.booleans(), st.booleans())
-def test_reports_and_verdicts_survive_the_store(
-    position: int, using: int, ranks: int, leaves: bool, whole: bool
+def notified(host: str, asked: str = "SIGTERM") -> NodeReport:
+    return report(leaves=True)._replace(asked=asked, host=host)
+
+
+@pytest.mark.parametrize(
+    ("reports", "asked"),
+    [
+        ([report(whole=True), report()], ""),  # `regrow stop` at the endpoint
+        ([notified("a (10.0.0.1)"), report()], "SIGTERM on host a (10.0.0.1)"),
+        ([notified("a"), notified("b"), report()], "SIGTERM on hosts a and b"),
+        ([notified("a"), notified("b")], "SIGTERM on all 2 hosts"),
+        ([notified("a"), notified("b", "SIGUSR1")], "SIGTERM on host a and SIGUSR1 on host b"),
+        ([notified("", "the time limit of 4 s")] * 2, "the time limit of 4 s"),
+        (
+            [*map(notified, "abcdefg"), report()],
+            "SIGTERM on hosts a, b, c, d and 3 more",
+        ),
+    ],
+)
+def test_all_nodes_name_the_same_hosts_that_were_asked(
+    reports: list[NodeReport], asked: str
 ) -> None:
-    made = NodeReport(position, using, ranks, leaves, whole)
+    assert decide(reports, None, final=True) == StopAt(6, asked)
+
+
+def test_the_hosts_that_leave_are_named() -> None:
+    some = [report(), report(), notified("c (10.0.0.3)")]
+    assert decide(some, 1, final=True) == Leave("host c (10.0.0.3) leaves")
+    assert decide([*some, notified("d")], 1, final=True) == Leave("hosts c (10.0.0.3) and d leave")
+
+
+NAMES = st.sampled_from(["", "SIGTERM", "a host (10.0.0.1)", "h\u00f6st"])
+
+
+@given(
+    *(st.integers(0, 2**62), st.integers(0, 99), st.integers(0, 99), st.booleans(), st.booleans()),
+    *(NAMES, NAMES),
+)
+def test_reports_and_verdicts_survive_the_store(
+    position: int, using: int, ranks: int, leaves: bool, whole: bool, asked: str, host: str
+) -> None:
+    made = NodeReport(position, using, ranks, leaves, whole, asked, host)
     assert decode(encode(made)) == made
-    for verdict in (StopAt(position + 1), EndNow(), Leave()):
+    for verdict in (StopAt(position + 1, asked), EndNow(), Leave(host)):
         found = decode_verdict(encode_verdict(verdict))
         assert (type(found), found) == (type(verdict), verdict)
 
@@ -187,9 +224,10 @@ def test_a_text_that_is_no_verdict_is_refused(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"1 2 3", b"1 2 3 4 5 6", b"a b c d e", b"-1 1 1 0 0"])
-def test_a_text_that_is_no_report_is_refused(text: bytes) -> None:
+@pytest.mark.parametrize("named", [b"", b"\nSIGTERM\na"])
+def test_a_text_that_is_no_report_is_refused(text: bytes, named: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
-        decode(text)
+        decode(text + named)
 
 
 def test_the_parts_of_a_grace_fit_into_it() -> None:

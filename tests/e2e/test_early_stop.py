@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from helpers.commands import run
 from helpers.jobs.agents import Hosts
 from helpers.jobs.e2e_job import Job
+from helpers.stories import without_times
 from regrow.utils import PortReservation
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,6 +68,23 @@ def test_four_ranks_on_two_hosts_stop_at_the_same_step(hosts: Hosts, number: int
     found = steps(hosts)
     assert len(found) == 4, ended
     assert len(set(found.values())) == 1, found
+
+
+def test_every_host_names_the_host_that_got_the_signal_and_the_step(hosts: Hosts) -> None:
+    script = TRAIN.replace("    if step == 3", "    regrow.step(step)\n    if step == 3")
+    agents = [hosts.start(f"{MEET} --node-rank {n}", script) for n in range(2)]
+    hosts.wait_for(*(f"running-{rank}" for rank in range(4)))
+    agents[1].send_signal(signal.SIGTERM)
+    ended = [" ".join(without_times(hosts.ended(agent)[1]).split()) for agent in agents]
+    (step,) = set(steps(hosts).values())
+    name = f"SIGTERM on host {socket.gethostname()} (127.0.0.1)"
+    for output in ended:
+        assert (
+            f"{name} asks the job to stop: the ranks wait until the agents choose the step"
+            in output
+        )
+        assert f"all ranks stop at call {step} of should_stop, within 30 s" in output
+        assert f" at step {step}: all ranks stopped at the same step, by {name}; run" in output
 
 
 def test_regrow_stop_reaches_a_job_at_its_endpoint(hosts: Hosts) -> None:
@@ -372,9 +391,14 @@ def test_a_host_with_notice_leaves_an_elastic_job_that_goes_on(hosts: Hosts) -> 
     agents = [hosts.start(f"{flags} --node-rank {n}", script) for n in range(2)]
     hosts.wait_for(*(f"running-{rank}" for rank in range(4)))
     agents[1].send_signal(signal.SIGTERM)
-    assert hosts.ended(agents[1])[0] == 143
-    assert hosts.ended(agents[0])[0] == 0
+    ended = [hosts.ended(agent) for agent in agents]
+    assert [code for code, _ in ended] == [0, 143], ended
     assert steps(hosts) == {}
+    host = f"host {socket.gethostname()} (127.0.0.1)"
+    for _, output in ended:
+        assert f"SIGTERM on {host}: the ranks wait until the agents decide which" in output
+        assert f"{host} leaves after SIGTERM; the others go on" in output
+        assert "all ranks stop" not in output
 
 
 def test_all_hosts_of_an_elastic_job_with_notice_stop_at_the_same_step(hosts: Hosts) -> None:

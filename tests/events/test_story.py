@@ -120,6 +120,18 @@ def test_the_story_of_a_killed_worker_gives_the_cause_and_the_four_figures() -> 
     )
 
 
+@pytest.mark.parametrize(("other", "step"), [(400, " at step 400"), (399, "")])
+def test_the_story_of_an_early_stop_names_the_step_that_all_ranks_have_reached(
+    other: int, step: str
+) -> None:
+    reason = "all ranks stopped at the same step, by SIGTERM; run it again to go on"
+    ends = ended(0, 131.0, "SUCCEEDED", 1, 400)
+    ends["last_steps"]["1"] = ends["last_steps"]["0"] | {"last_step": other}
+    stops = finished(0, 131.2, "STOPPED", restarts=0, exit_code=85, reason=reason)
+    text = rendered([started(), attempt(0, 100.1), stepped(0, 101.0, 1), ends, stops], 200)
+    assert text.partition("\n")[0].endswith(f"STOPPED (exit code 85) after 31 s{step}: {reason}")
+
+
 def test_the_story_after_the_report_does_not_repeat_it() -> None:
     cause = {"exit_code": 1, "signal": None, "message": "KeyError: 'no such layer'"}
     lines = [started(max_restarts=0), attempt(0, 100.1)]

@@ -126,6 +126,7 @@ class _StoryBuilder:
             restarts=restarts if restarts is not None else max(len(starts) - 1, 0),
             membership_changes=len(moves) + len(lost_hosts),
             last_step=self._last_step(),
+            common_step=self._common_step(),
             state=text(finished, "state"),
             exit_code=integer(finished, "exit_code"),
             signal=text(finished, "signal"),
@@ -168,6 +169,11 @@ class _StoryBuilder:
             if reached:
                 return max(reached)
         return None
+
+    def _common_step(self) -> int | None:
+        last = self.attempts[self.numbers[-1]].steps if self.numbers else []
+        reached = {s.last_step for s in last if s.last_step is not None}
+        return reached.pop() if len(reached) == 1 else None
 
     def _helpers(self) -> tuple[str, ...]:
         """Describe the templates and standbys of the host with the events."""

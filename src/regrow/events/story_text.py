@@ -210,7 +210,9 @@ def _outcome(story: Story, *, is_running: bool) -> str:
         return f"ended with an ERROR{code}{after}{restarts}{reason}"
     if story.state == "SUCCEEDED" or story.failures:
         reason = ""  # the lines below report it, or there is no reason
-    return f"{clean(story.state)}{code}{after}{restarts}{reason}"
+    is_stop = story.state == "STOPPED" and story.common_step is not None
+    step = f" at step {story.common_step}" if is_stop else ""
+    return f"{clean(story.state)}{code}{after}{restarts}{step}{reason}"
 
 
 def _wrap(line: str, width: int) -> list[str]:

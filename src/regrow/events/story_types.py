@@ -406,6 +406,8 @@ class Story:
     last_step: int | None = None
     """The last step of the last attempt that reported steps; if the end of that attempt is not
     recorded, the highest recorded step of it."""
+    common_step: int | None = None
+    """The last step of the last attempt, if all ranks that reported steps ended at the same one."""
     state: str | None = None
     """SUCCEEDED, FAILED, SIGNALED or ERROR; None if the log lacks the end of the job."""
     exit_code: int | None = None

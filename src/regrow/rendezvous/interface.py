@@ -233,6 +233,13 @@ class PushingRendezvousHandler(RendezvousHandler):
         return {}
 
     @property
+    def host(self) -> str:
+        """The host of this node, as other nodes name it."""
+        from socket import gethostname
+
+        return gethostname()
+
+    @property
     def max_nodes(self) -> int | None:
         """The maximum number of nodes in a round; None: not known."""
         return None

@@ -15,10 +15,11 @@ Any other reason concerns the whole job.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from regrow._stopping import latest
+from regrow.utils import name_hosts
 
 DECISION_S: Final = 5.0
 """Most seconds from the request to the decision; at most a quarter of the grace."""
@@ -42,12 +43,18 @@ class NodeReport(NamedTuple):
     """Whether a notice has asked this node to leave."""
     whole: bool
     """Whether the request that this node knows concerns the whole job."""
+    asked: str = ""
+    """What has asked this node itself, for people; empty: it has a request of another node."""
+    host: str = ""
+    """The host that a signal has reached; empty if `asked` is the same on all hosts."""
 
 
 class StopAt(NamedTuple):
     """All ranks stop at this position."""
 
     position: int
+    asked: str = ""
+    """What has asked the nodes, for people; empty if no node itself was asked."""
 
 
 class EndNow(NamedTuple):
@@ -56,6 +63,9 @@ class EndNow(NamedTuple):
 
 class Leave(NamedTuple):
     """The nodes with a notice leave; the others go on without them."""
+
+    hosts: str = ""
+    """The hosts that leave, with the verb, for people."""
 
 
 Verdict = StopAt | EndNow | Leave
@@ -76,14 +86,34 @@ def decide(
     whole = any(report.whole for report in reports)
     whole |= min_nodes is None or len(reports) - leaving < min_nodes
     if using == 0:
-        return EndNow() if whole else Leave()
+        return EndNow() if whole else Leave(_leaving(reports))
     if not final and (not whole or using < sum(report.ranks for report in reports)):
         return None
     if not whole:
-        return Leave()
+        return Leave(_leaving(reports))
     if using < sum(report.ranks for report in reports):
         return EndNow()
-    return StopAt(latest(report.position for report in reports) + 1)
+    return StopAt(latest(report.position for report in reports) + 1, _asked(reports))
+
+
+def _leaving(reports: Collection[NodeReport]) -> str:
+    hosts = [report.host for report in reports if report.leaves and report.host]
+    return f"{_named(hosts, len(reports))} leave{'s' if len(hosts) == 1 else ''}" if hosts else ""
+
+
+def _asked(reports: Collection[NodeReport]) -> str:
+    """Describe what has asked the nodes: "SIGTERM on hosts node1 and node2"."""
+    hosts: dict[str, list[str]] = {}
+    for report in reports:
+        if report.asked:
+            hosts.setdefault(report.asked, []).extend([report.host] if report.host else [])
+    nodes = len(reports)
+    return " and ".join(f"{a} on {_named(on, nodes)}" if on else a for a, on in hosts.items())
+
+
+def _named(hosts: Sequence[str], nodes: int) -> str:
+    is_all = len(hosts) == nodes > 1
+    return f"all {nodes} hosts" if is_all else name_hosts(hosts, len(hosts))
 
 
 def decision_s(grace: float) -> float:
@@ -98,7 +128,8 @@ def last_s(grace: float) -> float:
 
 def encode(report: NodeReport) -> bytes:
     """Return a report as text for the store."""
-    return " ".join(str(int(each)) for each in report).encode()
+    numbers = " ".join(str(int(each)) for each in report[:5])
+    return f"{numbers}\n{report.asked}\n{report.host}".encode()
 
 
 def decode(text: bytes) -> NodeReport:
@@ -107,20 +138,22 @@ def decode(text: bytes) -> NodeReport:
     Raises:
         ValueError: the text is no report.
     """
-    position, using, ranks, leaves, whole = map(int, text.split())
+    numbers, asked, host = text.decode().split("\n")
+    position, using, ranks, leaves, whole = map(int, numbers.split())
     if not 0 <= position <= _GREATEST:
         raise ValueError(f"not a position: {position}")
-    return NodeReport(position, using, ranks, bool(leaves), bool(whole))
+    return NodeReport(position, using, ranks, bool(leaves), bool(whole), asked, host)
 
 
 def encode_verdict(verdict: Verdict) -> bytes:
     """Return a verdict as text for the store."""
     match verdict:
-        case StopAt(position):
-            return b"stop %d" % position
+        case StopAt(position, asked):
+            return f"stop {position}\n{asked}".encode()
         case EndNow():
             return b"end"
-    return b"leave"
+        case Leave(hosts):
+            return f"leave\n{hosts}".encode()
 
 
 def decode_verdict(text: bytes) -> Verdict:
@@ -129,11 +162,12 @@ def decode_verdict(text: bytes) -> Verdict:
     Raises:
         ValueError: the text is no verdict.
     """
-    match text.split():
-        case [b"stop", position] if 0 < int(position) <= _GREATEST + 1:
-            return StopAt(int(position))
-        case [b"end"]:
+    first, _, named = text.decode().partition("\n")
+    match first.split():
+        case ["stop", position] if 0 < int(position) <= _GREATEST + 1:
+            return StopAt(int(position), named)
+        case ["end"]:
             return EndNow()
-        case [b"leave"]:
-            return Leave()
+        case ["leave"]:
+            return Leave(named)
     raise ValueError(f"not a verdict: {text!r:.100}")

@@ -72,6 +72,8 @@ class Request:
     """Monotonic seconds of the request."""
     number: int
     """Number of the request in its round, from 0."""
+    asked: str = ""
+    """What has asked this node itself, without the host; empty if only another node was asked."""
     signaled: float | None = None
     """Monotonic seconds of the first signal that this agent got."""
 
@@ -145,9 +147,8 @@ class EarlyStop(Feature):
         """Wait for a request of another agent in this round, in a thread."""
         self._number, self._watched = number, (watched := object())
         group = self._job.group
-        several = (group.group_world_size or 1) > 1
         # `regrow stop` reaches a job also when it has shrunk to one node.
-        if is_served(group.store) or (can_wait_in(group.store) and several):
+        if is_served(group.store) or (can_wait_in(group.store) and not self._is_alone()):
             wait = partial(self._wait_for_request, group.store, number, watched)
             start_thread(wait, "regrow-stop-watch")
 
@@ -247,16 +248,30 @@ class EarlyStop(Feature):
             request.whole |= signum == signal.SIGUSR1 or is_command
             if first:
                 request.signaled = now
+                request.asked = request.asked or _text(signum, is_command)
                 self._limit_grace(request, now + self._job.shutdown_timeout)
             within = request.signaled is not None and now - request.signaled < _SAME_S
             return None if first or within or ignored else event
+        asked = _text(signum, is_command)
         if is_command and self._workers_run():
-            return self._begin("regrow stop", signaled=now)
+            return self._begin(self._here(asked), asked=asked, signaled=now)
         if signum in (signal.SIGTERM, signal.SIGUSR1) and self._workers_take_part():
             # SIGTERM concerns this host. SIGUSR1 is the notice of the end of an allocation.
-            why, leaves = signal.Signals(signum).name, signum == signal.SIGTERM
-            return self._begin(why, leaves=leaves, signaled=now)
+            leaves = signum == signal.SIGTERM
+            return self._begin(self._here(asked), asked=asked, leaves=leaves, signaled=now)
         return None if ignored else event
+
+    def _here(self, asked: str) -> str:
+        """Return what has asked this host, for people on any host."""
+        job = self._job
+        return asked if self._is_alone() else f"{asked} on host {job.handler.host}"
+
+    def _others_may_go_on(self) -> bool:
+        nodes = self._job.group.group_world_size or 1
+        return self._min_nodes is not None and nodes > self._min_nodes
+
+    def _is_alone(self) -> bool:
+        return (self._job.group.group_world_size or 1) == 1
 
     def _workers_run(self) -> bool:
         return self._job.group.state is WorkerState.HEALTHY and not self._job.leaving
@@ -269,7 +284,7 @@ class EarlyStop(Feature):
             return None
         why = f"the time limit of {self._time_limit:g} s"
         if self._workers_take_part():
-            return self._begin(why)
+            return self._begin(why, asked=why)
         logger.warning("the job ends, because %s is nearly over", why)
         self._job.kill_at = self._limit
         return Signaled(signal.SIGTERM)
@@ -289,6 +304,7 @@ class EarlyStop(Feature):
         self,
         why: str,
         *,
+        asked: str = "",
         signaled: float | None = None,
         leaves: bool = False,
         another_leaves: bool | None = None,
@@ -297,7 +313,8 @@ class EarlyStop(Feature):
         """Put the ranks on hold and ask the other agents.
 
         Args:
-            why: who asks.
+            why: who asks, for people on any host.
+            asked: the same without the host; empty if another node asks.
             signaled: monotonic seconds of the signal, if this agent got one.
             leaves: whether the request concerns only this node.
             another_leaves: the same of another node that has asked; None: this node asks.
@@ -311,7 +328,7 @@ class EarlyStop(Feature):
         )
         whole = not (leaves or another_leaves)
         grace = max(0.0, ends - now)
-        request = Request(why, leaves, whole, grace, now, self._number, signaled)
+        request = Request(why, leaves, whole, grace, now, self._number, asked, signaled)
         self._request, job.stopping = request, True
         self._page.hold(ends)
         job.kill_at = ends
@@ -319,10 +336,12 @@ class EarlyStop(Feature):
             request.grace - rules.last_s(request.grace), partial(self._on_last, request)
         )
         job.recorder.emit("regrow.stop.requested", why=why, left_s=request.grace)
-        logger.warning(
-            "%s asks the job to stop: all ranks stop at the same step, within %g s",
-            *(why, round(request.grace, 2)),
-        )
+        if whole or not self._others_may_go_on():
+            logger.warning(
+                "%s asks the job to stop: the ranks wait until the agents choose the step", why
+            )
+        else:
+            logger.warning("%s: the ranks wait until the agents decide which of them stop", why)
         asks = another_leaves is None
         start_thread(partial(self._agree, request, asks), "regrow-stop")
         return StopBegun(of_another_node=request.is_of_another_node)
@@ -358,20 +377,23 @@ class EarlyStop(Feature):
         if after >= request.grace:
             verdict = None  # ranks may have ended their wait
         match verdict:
-            case StopAt(position):
+            case StopAt(position, asked):
                 page.decide(position)
+                request.why = asked or request.why
                 call, iteration = position & 0xFFFFFFFF, position >> 32 & 0xFFFFF
                 job.recorder.emit(
                     "regrow.stop.decided", call=call, iteration=iteration, decided_after_s=after
                 )
-                logger.warning("all ranks stop at call %s of should_stop", call)
+                left = round((job.kill_at or 0.0) - monotonic(), 1)
+                logger.warning("all ranks stop at call %s of should_stop, within %g s", call, left)
                 request.whole = True
                 return StopBegun()
-            case Leave() if not request.leaves:
-                self._drop(page)
-                self._await_request(self._number + 1)
-                return StopDropped()
-            case Leave():
+            case Leave(hosts):
+                logger.warning("%s after SIGTERM; the others go on", hosts)
+                if not request.leaves:
+                    self._drop(page)
+                    self._await_request(self._number + 1)
+                    return StopDropped()
                 reason = "the other nodes go on"
             case EndNow():
                 request.whole = True
@@ -379,7 +401,8 @@ class EarlyStop(Feature):
             case None:
                 reason = "the agents did not agree in time"
         job.recorder.emit("regrow.stop.failed", reason=reason, decided_after_s=after)
-        logger.warning("the ranks do not stop at the same step: %s", reason)
+        if not isinstance(verdict, Leave):
+            logger.warning("the ranks do not stop at the same step: %s", reason)
         page.decide(END)
         return Signaled(signal.SIGTERM)
 
@@ -438,4 +461,12 @@ class EarlyStop(Feature):
             if self._min_nodes is not None:
                 pause = min(until, request.begun + rules.NOTICES_S) - monotonic()
                 threading.Event().wait(max(0.0, pause))
-        return NodeReport(page.position(), page.using(), ranks, request.leaves, request.whole)
+        host = "" if request.asked in ("", request.why) else self._job.handler.host
+        return NodeReport(
+            *(page.position(), page.using(), ranks, request.leaves, request.whole),
+            *(request.asked, host),
+        )
+
+
+def _text(signum: int, is_command: bool) -> str:
+    return "regrow stop" if is_command else signal.Signals(signum).name

@@ -220,6 +220,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         }
 
     @property
+    def host(self) -> str:
+        """See base class."""
+        return str(host_of(self.id)) if self.id else super().host
+
+    @property
     def max_nodes(self) -> int:
         """See base class."""
         return self._settings.max_nodes
