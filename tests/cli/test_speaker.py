@@ -218,6 +218,27 @@ def test_the_command_that_explains_a_failure_names_the_other_hosts() -> None:
     assert end.endswith(f"{page}/logs/job_1")
 
 
+LOST = event(
+    "round.departed", nodes=[{"node": "10.0.0.2/7/a/n2", "rank": 1, "why": "its connection broke"}]
+)
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [(lost("10.0.0.2/7/a/n2"),), (LOST,), (lost("10.0.0.2/7/a/n2", "rendezvous.closed"),)],
+)
+def test_the_command_that_explains_is_printed_after_the_loss_of_a_host(
+    gone: tuple[Event, ...],
+) -> None:
+    restarts = event("job.restarting", delay_s=0), event("job.finished", state="SUCCEEDED")
+    assert "regrow explain /logs/job_1\n" in printed(0, STARTED, met(0), *gone, *restarts)[0]
+
+
+def test_a_host_that_has_joined_after_a_loss_prints_its_story() -> None:
+    ends = event("job.finished", state="SUCCEEDED")
+    assert "SUCCEEDED" in printed(0, STARTED, LOST, met(0, attempt=1), ends)[0]
+
+
 def test_the_story_of_a_job_that_succeeds_after_a_restart_is_printed_once() -> None:
     events = (FAILED, event("job.restarting", delay_s=0), event("job.finished", state="SUCCEEDED"))
     assert "SUCCEEDED" in printed(0, STARTED, met(0), *events)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -140,6 +141,11 @@ def test_a_spare_host_takes_the_ranks_of_one_that_leaves_with_notice(
     assert leaver.finish() == 128 + signal.SIGTERM
     assert len(job.finish([*agents, spare])) == 1
     assert len(job.lines("default")) == 2, "no rank went back to the checkpoint"
+    host = f"host {socket.gethostname()}"
+    joins = f"this node joins the job, with rank 1 of 2; {host} is gone: its agent got SIGTERM"
+    assert spare.stderr.count(joins) == 1, spare.stderr
+    assert f"(attempt 0): {host} (node rank 1): its agent got SIGTERM" in spare.stderr, spare.stderr
+    assert not any("joins the job" in agent.stderr for agent in agents)
 
 
 def test_hosts_that_leave_one_after_the_other_end_no_process_of_the_last(

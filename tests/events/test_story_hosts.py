@@ -119,6 +119,29 @@ def test_a_signal_that_stops_all_agents_is_no_failure_of_the_first_one() -> None
         assert failure.what == "host there (node rank 1): its agent got SIGTERM"
 
 
+def test_a_host_that_joins_after_a_loss_has_it_in_its_story() -> None:
+    why = "no heartbeat arrived for 4 s"
+    gone = departed(110.0, ("10.0.0.2/1/a/there", 1, why))
+    joins = ["10.0.0.3/1/a/here"]
+    met = line("rendezvous.completed", 1, 110.1, group_world_size=2, joined=joins)
+    lines = [
+        line("job.started", -1, 90.0, command=["python", "train.py"], max_restarts=3),
+        *(gone, met, line("attempt.started", 1, 110.5, world_size=4)),
+        line("job.finished", 1, 120.0, state="SUCCEEDED", restarts=0, duration_s=30.0),
+    ]
+    assert without_times(story(lines).render(200)) == (
+        "regrow: job 7f3a (train.py, 4 workers on 2 nodes) SUCCEEDED after 30 s "
+        "with 1 membership change\n"
+        f"  failure 1 (attempt 0): host there (node rank 1): {why}\n"
+        "    restarted after  500 ms     (since this host was notified; all 4 workers started "
+        "again)\n"
+        "    joined           host here (10.0.0.3)\n"
+        "  500 ms of 30 s lost: starting 500 ms, redoing steps unknown: the script does not call "
+        "regrow.step"
+    )
+    assert story([*lines[:2], *lines[3:]]).failures == ()
+
+
 COST = [
     "    detected after   4.0 s      (since its last sign of life)",
     "    restarted after  500 ms     (since host here was notified; all 2 workers started again)",

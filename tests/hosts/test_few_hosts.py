@@ -41,6 +41,10 @@ def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_re
     # The kernel resets the connection if the agent had unread data.
     assert "connection" in why or "no heartbeat" in why, job
     job.finish(first, standby)
+    lost = f"host {three[1].name} ({three[1].addr}) is gone: {why}"
+    assert standby.output.count(f"this node joins the job, with rank 1 of 2; {lost}") == 1
+    assert "joins the job" not in first.output
+    assert "with 1 membership change" in " ".join(standby.output.split())
 
 
 def test_the_loss_of_the_store_s_host_ends_the_others_with_a_code_to_try_again(

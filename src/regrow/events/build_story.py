@@ -288,6 +288,12 @@ class _StoryBuilder:
             what, is_host_lost = evidence.describe_node(blamed), True
             lost = tuple(node for node in lost if node.node != blamed.node)
             root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}
+        elif root is None and lost and not self._starts(number) and self.joined.get(number + 1):
+            # This host has joined after the loss.
+            what, is_host_lost = evidence.describe_node(lost[0]), True
+            departed, *_ = attempt.named[_DEPARTED]
+            root = {"told_monotonic": departed.get("monotonic"), "told_host": departed.get("host")}
+            lost = lost[1:]
         elif root is None:
             ended = next((e for e in attempt.named[_ENDED] if text(e, "state") == "FAILED"), None)
             if ended is None:

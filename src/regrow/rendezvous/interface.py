@@ -93,6 +93,16 @@ class RendezvousInfo:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.store, self.rank, self.world_size))
 
+    @property
+    def all_joined(self) -> bool:
+        """Whether no node was in the previous round, which was one of an earlier run of the job.
+
+        Also true if so many nodes have joined that `joined` lacks some.
+        """
+        from regrow.rendezvous.protocol.messages import MOST_JOINED
+
+        return len(self.joined) >= min(self.world_size, MOST_JOINED)
+
 
 def info_of(seated: Seated, run_id: str, store: Store) -> RendezvousInfo:
     """Return the result of a round for a seated node; `store` holds the keys of all rounds."""

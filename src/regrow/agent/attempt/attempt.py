@@ -27,7 +27,12 @@ from regrow.agent.attempt.workers_store import WorkersStore, offer_key
 from regrow.agent.decisions import ranks
 from regrow.agent.decisions.decide import WORKER_FAILURE
 from regrow.agent.peers import NO_RANK, Peers
-from regrow.agent.records.incident import what_failed, what_follows, why_no_restart
+from regrow.agent.records.incident import (
+    what_failed,
+    what_follows,
+    what_joins,
+    why_no_restart,
+)
 from regrow.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousStoreInfo,
@@ -399,7 +404,8 @@ class Attempt:
                 job.recorder.departed(job.round, error.departed)
                 raise
         number, failures, nodes = info.round, info.failures, info.world_size
-        if number is not None:
+        is_new = job.round < 0
+        if number is not None and not (is_new and info.all_joined):
             job.recorder.departed(number - 1, info.departed)
         try:
             assigned, place = self._agree(info, spec)
@@ -436,6 +442,8 @@ class Attempt:
             joined=list(info.joined),
             duration_s=monotonic() - start,
         )
+        if is_new and info.joined and not info.all_joined:
+            logger.warning("%s", what_joins(assigned, info.departed))
         return True
 
     def _agree(

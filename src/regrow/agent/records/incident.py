@@ -6,11 +6,16 @@ import socket
 from typing import TYPE_CHECKING
 
 from regrow.agent.records.recorder import failure_fields
+from regrow.utils import host_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from regrow.agent.api import Worker
+    from regrow.rendezvous import Departed
     from regrow.workers import ProcessFailure
+
+_MOST_GONE = 4
 
 
 def what_failed(
@@ -53,6 +58,24 @@ def what_follows(delay_s: float, workers: int, restarts_left: int | None) -> str
     else:
         parts.append("which costs no restart")
     return ", ".join(parts)
+
+
+def what_joins(workers: Sequence[Worker], gone: Sequence[Departed]) -> str:
+    """Describe in one line that this node has a place in a job that has run without it.
+
+    Args:
+        workers: the workers of this node.
+        gone: the nodes of the previous round that do not take part any more.
+    """
+    first, last = workers[0], workers[-1]
+    ranks = f"rank {first.global_rank}"
+    if len(workers) > 1:
+        between = "and" if len(workers) == 2 else "to"
+        ranks = f"ranks {first.global_rank} {between} {last.global_rank}"
+    lost = [f"host {host_of(node.id)} is gone: {node.why}" for node in gone[:_MOST_GONE]]
+    if len(gone) > _MOST_GONE:
+        lost.append(f"{len(gone) - _MOST_GONE} more hosts are gone")
+    return "; ".join([f"this node joins the job, with {ranks} of {first.world_size}", *lost])
 
 
 def why_no_restart(max_restarts: int, restarts_left: int, *, is_hopeless: bool) -> str:

@@ -95,6 +95,7 @@ EVENTFUL = frozenset(
     for name in (
         "worker.failed",
         "job.restarting",
+        "round.departed",
         "timer.expired",
         "heartbeat.stalled",
         "inprocess.lost",
@@ -103,6 +104,8 @@ EVENTFUL = frozenset(
 )
 """Events after which the job's story is printed at the end."""
 
+_FAILED = ("regrow.worker.failed", "regrow.round.departed")
+"""Events of a failure, for which `regrow explain` has a page; so are those with `lost: true`."""
 
 _Numbered = tuple[int, dict[str, Any]]
 """An event with its number."""
@@ -347,7 +350,7 @@ class Console:
                 line = self._losable(event)
                 due = due or (line if self._speaker.speaks else "")
             self._eventful |= is_eventful(event.name, data)
-            self._failed |= event.name == "regrow.worker.failed"
+            self._failed |= event.name in _FAILED or data.get("lost") is True
             if self._waiting is not None:
                 self._waiting(event)
         if self._status is not None:
