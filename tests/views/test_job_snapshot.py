@@ -19,6 +19,7 @@ from helpers.explained.record import STORIES, stories
 from helpers.views.written_job import WrittenJob
 from regrow.events import read_events
 from regrow.explain import explain
+from regrow.ledger import build_ledgers
 from regrow.views import JobWatch, Library, Snapshot, snapshot
 from regrow.views.job_snapshot import Source
 
@@ -250,6 +251,48 @@ def test_in_process_restarts_and_replaced_processes_are_on_the_lower_rungs(
     assert found.restarts_left == 2
 
 
+def test_steps_that_were_done_again_after_in_process_restarts_are_counted(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    job.start()
+    job.emit("worker.first_step", rank=0, local_rank=0, step=1, step_monotonic=1.0)
+
+    def restarted(iteration: int, repeated: int) -> None:
+        job.emit(
+            "inprocess.restarted",
+            iteration=iteration,
+            kind="EXCEPTION",
+            rank=1,
+            message="ValueError: x",
+            replaced=[],
+            seconds={"restarted": 0.001},
+            last_step=20,
+            repeated_steps=repeated,
+        )
+
+    def booked(*repeated: int) -> dict[str, Any]:
+        counts = [{"first_repeated_step": 1, "repeated_steps": n - 1, "steps": 9} for n in repeated]
+        return {str(rank): {"counts": each} for rank, each in enumerate(counts)}
+
+    def lost() -> int:
+        return seen(tmp_path).lost_steps
+
+    restarted(1, 2)  # they were done again after the restart
+    job.emit("worker.accounts", accounts=booked(10, 8))
+    assert lost() == 10
+    restarted(2, 12)
+    assert lost() == 12
+    job.emit("worker.vacated", rank=1, how="by SIGKILL", account=booked(15)["0"])
+    assert lost() == 15
+    restarted(3, 13)
+    job.emit("attempt.ended", state="STOPPED", accounts=booked(17, 4))
+    assert lost() == 15 + 4, "rank 1, with the process that was replaced"
+    job.start()
+    restarted(1, 5)  # lost by the attempt before
+    job.emit("worker.accounts", accounts=booked(7, 11))
+    assert lost() == 19 + 6
+
+
 @pytest.mark.parametrize(
     ("event", "fields", "state"),
     [
@@ -317,6 +360,14 @@ def test_fields_of_any_type_never_raise(
     json.dumps(snapshot(sources).to_json())
 
 
+def logs_of(story: str) -> dict[str, list[dict[str, Any]]]:
+    return {log.name: list(read_events(log)) for log in (STORIES / story).glob("*.jsonl")}
+
+
+def sources_of(logs: dict[str, list[dict[str, Any]]]) -> list[Source]:
+    return [Source(name=log, events=events, alive=None, now=None) for log, events in logs.items()]
+
+
 NO_RESTARTS = ("server", "stop")
 NO_RESTART_IN_TIME = "rung 2 (one new process) was tried"
 # explain has one page about the lost rendezvous, not one about a worker that its guardian killed.
@@ -325,29 +376,30 @@ WITHOUT_A_RENDEZVOUS = "rendezvous-lost"
 
 @pytest.mark.parametrize("name", sorted({*stories()} - {WITHOUT_A_RENDEZVOUS}))
 def test_the_views_name_the_causes_that_explain_names(name: str) -> None:
-    logs = {log.name: list(read_events(log)) for log in (STORIES / name).glob("*.jsonl")}
-    sources = [
-        Source(name=log, events=events, alive=None, now=None) for log, events in logs.items()
-    ]
+    logs = logs_of(name)
     (explained,) = explain(logs).values()
     expected = [
         (each.cause, each.rank)
         for each in explained
         if each.cause not in NO_RESTARTS and not each.outcome.startswith(NO_RESTART_IN_TIME)
     ]
-    assert [(each.cause, each.rank) for each in snapshot(sources).restarts] == expected
+    assert [(each.cause, each.rank) for each in snapshot(sources_of(logs)).restarts] == expected
 
 
 @pytest.mark.parametrize("name", ["sigstop-heartbeat", "hang-timer", "host-lost", "sigkill"])
 def test_a_recovery_lasts_as_long_as_in_its_explanation(name: str) -> None:
-    logs = {log.name: list(read_events(log)) for log in (STORIES / name).glob("*.jsonl")}
-    sources = [
-        Source(name=log, events=events, alive=None, now=None) for log, events in logs.items()
-    ]
-    (restart,) = snapshot(sources).restarts
+    logs = logs_of(name)
+    (restart,) = snapshot(sources_of(logs)).restarts
     ((explained,),) = explain(logs).values()
     startup = next(phase for phase in explained.timeline if phase.name == "startup")
     # The views count up to the end of the first step.
     assert restart.phases[-1][0] == "first step"
     assert 0 <= restart.phases[-1][1] - startup.end_s < 0.06
     assert restart.time == pytest.approx(explained.time, abs=0.06)
+
+
+@pytest.mark.parametrize("name", sorted(stories()))
+def test_the_views_count_the_lost_steps_that_the_ledger_counts(name: str) -> None:
+    logs = logs_of(name)
+    (ledger,) = build_ledgers(logs)
+    assert snapshot(sources_of(logs)).lost_steps == ledger.redone_steps

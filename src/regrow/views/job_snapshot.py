@@ -19,7 +19,7 @@ from regrow._accounts import FIRST_STEP, STEPS
 from regrow.events import Story, story
 from regrow.events.evidence import Record, integer, one_line, real, text
 from regrow.views.pages import StepSample
-from regrow.views.restarts import Evidence, Restart, restarts_of
+from regrow.views.restarts import Evidence, RepeatedSteps, Restart, mapping, restarts_of
 
 PACE_S = 5.0
 """Seconds over which the pace of a rank is measured."""
@@ -151,7 +151,7 @@ class Snapshot:
     step_age_s: float | None
     """Seconds since the last step of any running rank; None if unknown."""
     lost_steps: int
-    """Steps that were done again, over all restarts."""
+    """Steps that were done again, over all restarts, as far as is known."""
     nodes: tuple[Node, ...]
     ranks: tuple[Rank, ...]
     """By rank."""
@@ -211,7 +211,8 @@ def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot
         step_age_s=min(
             (rank.step_age_s for rank in running if rank.step_age_s is not None), default=None
         ),
-        lost_steps=sum(restart.lost_steps or 0 for restart in restarts),
+        lost_steps=sum(restart.lost_steps or 0 for restart in restarts)
+        + sum(log.repeated.total for log in logs),
         nodes=nodes,
         ranks=ranks,
         attempts=tuple(attempt for log in logs for attempt in log.attempts),
@@ -268,6 +269,7 @@ class _Log:
     ranks: list[Rank] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     evidence: Evidence = field(default_factory=Evidence)
+    repeated: RepeatedSteps = field(default_factory=RepeatedSteps)
 
     def change(self, event: Record, **fields: Any) -> None:
         """Change the rank of an event."""
@@ -356,6 +358,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "inprocess.lost":
             log.change(event, state="lost", what="the others continue without it")
         case "worker.vacated":
+            log.repeated.end_process(str(integer(event, "rank")), event.get("account"))
             what = one_line(f"ended {text(event, 'how') or ''}")
             log.change(event, state="replacing", what=what, step=integer(event, "last_step"))
         case "worker.replaced":
@@ -365,6 +368,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "inprocess.restarted":
             key = integer(event, "attempt") or 0, integer(event, "iteration") or 0
             log.evidence.in_process[key] = real(event, "time") or 0.0
+            log.repeated.restart(log.attempt, integer(event, "repeated_steps"))
             kind = one_line(text(event, "kind") or "a fault")
             log.report(event, f"in-process restart after {kind}")
             for rank in _numbers(event.get("replaced")):
@@ -372,7 +376,9 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "worker.first_step":
             log.change(event, step=integer(event, "step"), step_is_minimum=True)
         case "worker.accounts" if event is log.last_accounts:
-            log.ranks = [_with_account(rank, event.get("accounts")) for rank in log.ranks]
+            accounts = mapping(event.get("accounts"))
+            log.ranks = [_with_account(rank, accounts.get(str(rank.rank))) for rank in log.ranks]
+            log.repeated.book(accounts)
         case "round.ended" | "rendezvous.lost":
             if why := text(event, "why"):
                 log.report(event, one_line(why))
@@ -382,8 +388,8 @@ def _apply(log: _Log, name: str, event: Record) -> None:
 def _start(log: _Log, event: Record) -> None:
     log.state, log.attempt = "running", integer(event, "attempt") or 0
     log.world_size = integer(event, "world_size")
-    found = event.get("pids")
-    pids: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    log.repeated.begin_attempt()
+    pids = mapping(event.get("pids"))
     numbers = _numbers(event.get("ranks"))
     log.ranks = [
         Rank(rank=rank, node=log.index, local_rank=local, pid=integer(pids, str(rank)))
@@ -411,8 +417,8 @@ def _end(log: _Log, event: Record) -> None:
     if log.attempts and log.attempts[-1].number == log.attempt:
         reason = one_line(text(event, "reason") or "")
         log.attempts[-1] = replace(log.attempts[-1], ended=time, state=state, reason=reason)
-    found = event.get("last_steps")
-    steps: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    accounts, steps = mapping(event.get("accounts")), mapping(event.get("last_steps"))
+    log.repeated.book(accounts)
     after = "succeeded" if state == "succeeded" else "stopped"
     ranks = []
     for rank in log.ranks:
@@ -427,13 +433,11 @@ def _end(log: _Log, event: Record) -> None:
     log.ranks = ranks
 
 
-def _with_account(rank: Rank, accounts: object) -> Rank:
+def _with_account(rank: Rank, account: object) -> Rank:
     """Add the last step that the rank was the first of the job to reach."""
-    account = accounts.get(str(rank.rank)) if isinstance(accounts, Mapping) else None
-    found = account if isinstance(account, Mapping) else {}
-    highest, counts = integer(found, "highest_step"), found.get("counts")
+    highest, counts = integer(mapping(account), "highest_step"), mapping(account).get("counts")
     # Without a new step of its own, the highest step is one of an earlier attempt.
-    if highest is None or not isinstance(counts, Mapping) or not {FIRST_STEP, STEPS} & set(counts):
+    if highest is None or not {FIRST_STEP, STEPS} & set(mapping(counts)):
         return rank
     return replace(rank, step=max(highest, rank.step or highest), step_is_minimum=True)
 

@@ -6,11 +6,13 @@ of day, so these come from the events of the agents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from regrow._accounts import REPEATED
 from regrow.events import Failure, PlannedRestart, Story
-from regrow.events.evidence import Record, real
+from regrow.events.evidence import Record, integer, real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Restart:
     phases: tuple[tuple[str, float], ...]
     """Phases in order, and the seconds from the fault to the end of each."""
     lost_steps: int | None
-    """Steps that were done again; None if unknown."""
+    """Steps that were done again; None if unknown, as for in-process restarts."""
     restarted: bool = True
     """Whether the job went on."""
 
@@ -45,6 +47,70 @@ class Evidence:
     """Time at which each attempt ended or began to end."""
     in_process: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time of each in-process restart, by attempt and iteration."""
+
+
+@dataclass(slots=True)
+class RepeatedSteps:
+    """Steps that were done again because of in-process restarts, in the log of one agent.
+
+    The accounts of the workers count them. As in the ledger, those of the worker with most count.
+    """
+
+    total: int = 0
+    _earlier: int = 0
+    """Of earlier attempts."""
+    _before: int | None = None
+    """The count at the first in-process restart of the attempt: an earlier attempt lost these."""
+    _ended: dict[str, int] = field(default_factory=dict)
+    """The counts of processes that were replaced, by rank."""
+    _booked: dict[str, int] = field(default_factory=dict)
+    """The counts of the other processes, by rank."""
+
+    def begin_attempt(self) -> None:
+        """Begin an attempt, with new accounts."""
+        self._earlier, self._before = self.total, None
+        self._ended.clear()
+        self._booked.clear()
+
+    def restart(self, attempt: int, repeated: int | None) -> None:
+        """Add an in-process restart; `repeated` is the count that its event has."""
+        if self._before is None:
+            # The function runs again when the agent reads the count, so it may be too large.
+            self._before = 0 if attempt == 0 else max(repeated or 0, self._most())
+        else:
+            self._count(repeated or 0)
+
+    def book(self, accounts: Record) -> None:
+        """Add the accounts of the workers, by rank."""
+        self._booked |= {rank: _repeated(account) for rank, account in accounts.items()}
+        self._count()
+
+    def end_process(self, rank: str, account: object) -> None:
+        """Add the account of a process that is replaced."""
+        count = max(_repeated(account), self._booked.pop(rank, 0))
+        self._ended[rank] = self._ended.get(rank, 0) + count
+        self._count()
+
+    def _count(self, at_least: int = 0) -> None:
+        if self._before is not None:
+            most = max(at_least, self._most())
+            self.total = max(self.total, self._earlier + most - self._before)
+
+    def _most(self) -> int:
+        found = Counter(self._ended)
+        found.update(self._booked)
+        return max(found.values(), default=0)
+
+
+def _repeated(account: object) -> int:
+    """Return how many steps a process has done again."""
+    counts = mapping(mapping(account).get("counts"))
+    return sum(integer(counts, row) or 0 for row in REPEATED)
+
+
+def mapping(value: object) -> Record:
+    """Return a JSON object of an event; an empty one if the value has another type."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def restarts_of(of_job: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
