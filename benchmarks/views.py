@@ -4,9 +4,11 @@
 
 1. Detection and restart: one of two workers exits again and again. The time from its exit until the
    agent's loop notices it, and until all workers run again (without the agent's deliberate pause),
-   quiet and under views: 1,000 connections to the exporter that send a request and never read, 100
-   pages that never read (as a stopped browser), and both the exporter and `regrow web` stopped by
-   SIGSTOP in the middle. The runs alternate.
+   quiet and under views. The runs alternate. Under views, before the first failure 1,000 clients
+   connect to the exporter and 1,000 pages to `regrow web`. They send a request and never read, as a
+   stopped browser. The exporter keeps the latest 32 of them and `regrow web` the first 200; the
+   others are closed. After the first failure both are stopped by SIGSTOP, and another 1,000 clients
+   connect to the exporter: the kernel lets in as many as the queue of its socket holds.
 2. Memory and processor time of the idle agent with `--metrics-port`, scraped once a second, and of
    its exporter.
 
@@ -30,7 +32,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from _agents import launched
+from _agents import launched, wait
 from _arguments import parser
 from _procs import descendants, usage
 
@@ -38,7 +40,7 @@ from regrow.events import read_events, story
 from regrow.utils import PortReservation
 
 FAILURES = 3
-CONNECTIONS, PAGES = 1_000, 100
+CONNECTIONS = 1_000
 MOST_LONGER_S = 0.02
 """Most seconds by which views, which share the processors, may lengthen a median."""
 IDLE_MB_BOUND, IDLE_CPU_BOUND = 50.0, 0.2
@@ -47,6 +49,8 @@ DEADLINE_S = 60.0
 CRASH = f"""
 import os, time, regrow
 regrow.step(1)
+while not os.path.exists("go"):
+    time.sleep(0.01)
 time.sleep(0.4)
 if os.environ["RANK"] == "1" and int(os.environ["REGROW_ATTEMPT"]) < {FAILURES}:
     os._exit(1)
@@ -76,32 +80,71 @@ def exporter_of(agent: int) -> int:
     raise SystemExit("benchmark: there is no exporter")
 
 
-def disturb(stack: ExitStack, folder: Path, agent: int, port: int) -> None:
-    """Attach the views, their bad clients, and stop them."""
+def connect(stack: ExitStack, port: int, request: str, timeout_s: float) -> int:
+    """Connect clients that send a request and never read; return how many are connected.
+
+    Args:
+        stack: closes the clients.
+        port: port of the loopback.
+        request: the request, without its end.
+        timeout_s: most seconds for one client; 0 does not wait for the server.
+    """
+    clients = [stack.enter_context(socket.socket()) for _ in range(CONNECTIONS)]
+    for client in clients:
+        client.settimeout(timeout_s)
+        with suppress(OSError):  # its queue is full, or it has closed the connection already
+            client.connect(("127.0.0.1", port))
+            client.sendall(f"{request}\r\nhost: x\r\n\r\n".encode())
+    return sum(map(is_connected, clients))
+
+
+def is_connected(client: socket.socket) -> bool:
+    """Return whether the other end has accepted a client, or its kernel has."""
+    try:
+        client.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+def page_of(web: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the port of `regrow web`, and the request of a page."""
+    assert web.stdout is not None
+    address, _, token = web.stdout.readline().split()[-1].partition("/#token=")
+    port = int(address.rpartition(":")[2])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    connection.request("GET", "/api/jobs", headers={"Authorization": f"Bearer {token}"})
+    key = json.loads(connection.getresponse().read())[0]["key"]
+    return port, f"GET /api/jobs/{key}/live HTTP/1.1\r\nAuthorization: Bearer {token}"
+
+
+def wait_for(event: str, folder: Path) -> None:
+    """Wait until the job has recorded an event."""
+
+    def is_recorded() -> bool:
+        logs = (folder / "runs").glob("*/events.jsonl")
+        return any(f'"regrow.{event}"' in log.read_text() for log in logs)
+
+    if not wait(is_recorded, DEADLINE_S):
+        raise SystemExit(f"benchmark: no {event}: {(folder / 'output').read_text()[-2000:]}")
+
+
+def disturb(stack: ExitStack, folder: Path, agent: int, port: int, go: Path) -> None:
+    """Attach the views and their bad clients, let the worker fail, and stop the views."""
     command = [sys.executable, "-m", "regrow", "web", "--port=0", str(folder / "runs")]
     web = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     stack.callback(web.kill)
-    assert web.stdout is not None
-    address, _, token = web.stdout.readline().split()[-1].partition("/#token=")
-    web_port = int(address.rpartition(":")[2])
-    header = f"Authorization: Bearer {token}\r\n\r\n"
-    connection = http.client.HTTPConnection("127.0.0.1", web_port, timeout=DEADLINE_S)
-    connection.request("GET", "/api/jobs", headers={"Authorization": f"Bearer {token}"})
-    key = json.loads(connection.getresponse().read())[0]["key"]
-    for _ in range(PAGES):
-        client = stack.enter_context(socket.create_connection(("127.0.0.1", web_port)))
-        client.sendall(f"GET /api/jobs/{key}/live HTTP/1.1\r\nhost: x\r\n{header}".encode())
     exporter = exporter_of(agent)
-    for number in range(CONNECTIONS):
-        client = stack.enter_context(socket.socket())
-        client.settimeout(0.2)
-        with suppress(OSError):  # it is full, or the exporter is stopped
-            client.connect(("127.0.0.1", port))
-            client.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
-        if number == CONNECTIONS // 2:
-            os.kill(exporter, signal.SIGSTOP)
-            stack.callback(os.kill, web.pid, signal.SIGCONT)
-            web.send_signal(signal.SIGSTOP)
+    clients = {
+        "exporter": connect(stack, port, "GET /metrics HTTP/1.1", DEADLINE_S),
+        "pages": connect(stack, *page_of(web), DEADLINE_S),
+    }
+    go.touch()
+    wait_for("worker.failed", folder)
+    os.kill(exporter, signal.SIGSTOP)
+    web.send_signal(signal.SIGSTOP)
+    clients["stopped exporter"] = connect(stack, port, "GET /metrics HTTP/1.1", 0)
+    print("connected: " + ", ".join(f"{name} {count}" for name, count in clients.items()))
 
 
 def restarts(*, views: bool) -> dict[str, list[float]]:
@@ -110,14 +153,12 @@ def restarts(*, views: bool) -> dict[str, list[float]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_views_")))
         port = stack.enter_context(PortReservation()).port
         flags = [f"--metrics-port={port}"] if views else []
-        with job(folder, CRASH, *flags) as process:
+        go = folder / "go"
+        with job(folder, CRASH.replace('"go"', repr(str(go))), *flags) as process:
+            wait_for("worker.first_step", folder)
             if views:
-                deadline = time.monotonic() + DEADLINE_S
-                while not list((folder / "runs").glob("*/events.jsonl")):
-                    if time.monotonic() > deadline:
-                        raise SystemExit("benchmark: the job does not start")
-                    time.sleep(0.01)
-                disturb(stack, folder, process.pid, port)
+                disturb(stack, folder, process.pid, port, go)
+            go.touch()
             if process.wait(DEADLINE_S) != 0:
                 raise SystemExit(f"benchmark: {(folder / 'output').read_text()[-2000:]}")
         failures = story(read_events(folder / "runs")).failures
