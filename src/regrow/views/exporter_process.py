@@ -88,11 +88,11 @@ class Goodput:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._ratio: float | None = None
-        self._read_at = 0.0
+        self._read_at = float("-inf")
 
     def ratio(self) -> float | None:
         """Return the goodput; None if it is not known yet."""
-        if self._ratio is None or monotonic() >= self._read_at + LEDGER_S:
+        if monotonic() >= self._read_at + LEDGER_S:
             with suppress(OSError):
                 ledgers = read_ledgers([self._directory], lambda broken_line: None)
                 self._ratio = ledgers[-1].goodput if ledgers else None
