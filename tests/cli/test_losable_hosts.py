@@ -18,8 +18,8 @@ AT_ONCE, NEVER = 0.0, 3600.0
 SURVIVES = "regrow: the rendezvous survives the loss of {}, also of 10.0.0.1, which serves it"
 ANY_BUT = "regrow: the rendezvous survives the loss of any host but 10.0.0.1, which serves it"
 NO_MORE = (
-    "regrow: the rendezvous does not survive the loss of one more of the hosts 10.0.0.1 (which "
-    "serves it), 10.0.0.2"
+    "regrow: the rendezvous does not survive the loss of one more of the hosts 10.0.0.1, 10.0.0.2; "
+    "10.0.0.1 serves it"
 )
 
 
@@ -52,7 +52,11 @@ def completed(nodes: int) -> Event:
     ],
 )
 def test_the_line_says_how_many_hosts_may_be_lost(known: dict[str, Any], line: str) -> None:
-    assert losable(servers(**known).metadata) == line
+    assert losable(servers(**known).metadata, {}) == line
+    names = {"10.0.0.1": "node1 (10.0.0.1)", "10.0.0.2": "node2 (10.0.0.2)"}
+    named = line.replace("10.0.0.1", names["10.0.0.1"]).replace("10.0.0.2", names["10.0.0.2"])
+    assert losable(servers(**known).metadata, names) == named
+    assert named != line
 
 
 def test_a_line_follows_when_no_host_may_be_lost_any_more() -> None:
@@ -88,6 +92,14 @@ def test_a_job_of_one_host_has_no_other_to_lose() -> None:
     assert timers() == others
     hosts(servers(may_lose=0, successors=[]))
     assert printed.get(timeout=PATIENCE) == ANY_BUT
+
+
+def test_a_host_is_named_once_its_name_is_known_and_no_line_is_repeated_for_that() -> None:
+    hosts, ids = LosableHosts(pytest.fail, NEVER), ["10.0.0.1/7/ab1/node1", "10.0.0.2/8/cd1/node2"]
+    assert hosts(servers(may_lose=1)) == SURVIVES.format("any one host")
+    assert hosts(event("rendezvous.completed", group_world_size=3, first_ranks=ids)) == ""
+    named = SURVIVES.format("any 2 hosts").replace("10.0.0.1", "node1 (10.0.0.1)")
+    assert hosts(servers(may_lose=2)) == named
 
 
 @pytest.mark.parametrize("over", ["job.stopping", "job.finished", "rendezvous.lost"])

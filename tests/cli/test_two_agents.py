@@ -224,7 +224,7 @@ def test_all_hosts_of_agents_killed_at_once_are_named_with_the_cost(
     code, output = hosts.ended(agents[0])
     assert code == 0, output
     story = output[output.index("failure 1 (attempt 0): ") :]
-    assert sorted(re.findall(r"host \S+ \(node rank (\d)\)", story)) == ["1", "2"], output
+    assert sorted(re.findall(r"host \S+ \((?:\S+, )?node rank (\d)\)", story)) == ["1", "2"], output
     assert "also lost        host " in story
     assert re.search(
         r"restarted after .* \(since host \S+ was notified; the one worker started again\)",

@@ -110,7 +110,7 @@ def log_of(host: Host) -> list[Line]:
 MERGED = """\
 22:13:50 +30.0s regrow: job 7f3a (train.py, 4 to 6 workers on 2 to 3 nodes) SUCCEEDED after 30 s \
 with 1 restart and 2 membership changes
-22:13:22  +2.0s   failure 1 (attempt 0): rank 2 on host node2 (pid 42) exited with code 1
+22:13:22  +2.0s   failure 1 (attempt 0): rank 2 on host node2 (10.0.0.2, pid 42) exited with code 1
 22:13:22  +2.0s     detected after   1.0 ms
 22:13:22  +2.6s     restarted after  600 ms     (all 4 workers started again)
 22:13:30 +10.0s   attempt 1 was stopped without a failure: 1 node waits to join
@@ -156,6 +156,24 @@ def test_a_failure_that_two_hosts_recorded_counts_once_and_exactly() -> None:
     assert failure.detected_after_s == pytest.approx(0.001)
     (reported, _) = story(log_of(ONE)).failures
     assert (reported.elsewhere, reported.detected_after_s) == (True, None)
+
+
+def test_what_follows_a_host_in_brackets_does_not_hide_its_address() -> None:
+    lines = [line for line in log_of(ONE) if "joined" not in line]
+    assert "failure 2 (attempt 2): host node3 (10.0.0.3, node rank 2): no heartbeat" in (
+        story(lines).render(200)
+    )
+
+
+def test_a_host_is_named_by_its_name_where_its_address_was_recorded() -> None:
+    served = [
+        ONE.line(at, "rendezvous.servers", 0, epoch=epoch, server=server)
+        for epoch, (at, server) in enumerate([(0.6, "10.0.0.1"), (5.0, "10.0.0.2")])
+    ]
+    first = ONE.line(0.5, "rendezvous.completed", 0, first_ranks=[NODE_A, NODE_B])
+    lines = [e for e in log_of(ONE) if "failed" not in e["name"] and "ended" not in e["name"]]
+    text = story([*lines, first, *served]).render(200)
+    assert "served by host node1 (10.0.0.1), then by host node2 (10.0.0.2)" in text
 
 
 def test_hosts_with_the_same_name_are_told_apart_by_their_addresses() -> None:

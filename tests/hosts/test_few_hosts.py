@@ -53,7 +53,9 @@ def test_the_loss_of_the_store_s_host_ends_the_others_with_a_code_to_try_again(
     job = start_job(three[0], nodes="1:3", mode="plain", conf="reconnect_timeout=1,successors=0")
     agents = [job.agent(host) for host in three]
     job.world(3)
-    warning = f"survives the loss of any host but {three[0].addr}, which serves it"
+    warning = (
+        f"survives the loss of any host but {three[0].name} ({three[0].addr}), which serves it"
+    )
     job.wait_until(lambda: warning in agents[1].output or None, "a warning")
     three[0].lose_power()
     for agent in agents[1:]:

@@ -95,7 +95,7 @@ def ballots(shared: Path) -> list[Path]:
 
 def warned(job: Job, server: Host, agent: Agent) -> None:
     """Wait for the line that the host of the server may not be lost."""
-    line = f"survives the loss of any host but {server.addr}, which serves it"
+    line = f"survives the loss of any host but {server.name} ({server.addr}), which serves it"
     job.wait_until(lambda: line in agent.output or None, "a line about the host that serves")
 
 

@@ -229,7 +229,8 @@ class Hosts:
             nodes = event.get("nodes")
             lost = nodes if isinstance(nodes, list) else []
             found = [text(each, "node") for each in [event, *lost] if isinstance(each, Mapping)]
-            for id in filter(None, [*found, *strings(event, "joined")]):
+            seated = *strings(event, "joined"), *strings(event, "first_ranks")
+            for id in filter(None, [*found, *seated]):
                 address, name = host_of(id)
                 self._addresses.setdefault(name, set()).add(address)
 

@@ -93,7 +93,8 @@ def _summary(story: Story) -> list[str]:
     """Return the lines about the whole job, for the end of the story."""
     lines = [clean(line) for line in story.helpers]
     if len(story.servers) > 1:
-        first, *later = map(clean, story.servers)
+        names = {address: f"host {name}" for name, address in story.addresses}
+        first, *later = (clean(names.get(server, server)) for server in story.servers)
         lines.append(f"the rendezvous was served by {first}, then by {', '.join(later)}")
     if story.losses is not None:
         lines.append(_lost(story.losses, story.duration_s))
@@ -129,19 +130,22 @@ def _stamped(blocks: Iterable[Block], story: Story, width: int) -> list[str]:
     for stamp, text in stamped:
         day, _, since = stamp.rpartition(" ")
         begin = f"{day}{since:>{size - len(day)}} " if size else ""
-        named = _HOST.sub(lambda match: _with_address(match[0], unnamed), text)
+        named = _HOST.sub(lambda match: _with_address(match, unnamed), text)
         first, *more = _wrap(named, width - len(begin))
         found += [begin + first, *(" " * len(begin) + line for line in more)]
     return found
 
 
-_HOST = re.compile(r"\bhost [^\s:,]++(?! \()")
-"""A host that is named without an address."""
+_HOST = re.compile(r"\bhost ([^\s:;,()]++)( \(([^,)]*))?")
+"""A host, and the first item of what follows in brackets."""
 
 
-def _with_address(named: str, unnamed: dict[str, str]) -> str:
-    address = unnamed.pop(named.removeprefix("host "), "")
-    return f"{named} ({clean(address)})" if address else named
+def _with_address(named: re.Match[str], unnamed: dict[str, str]) -> str:
+    address, (name, brackets, item) = "", named.groups()
+    address = unnamed.pop(name, "")
+    if address in ("", item):
+        return named[0]
+    return f"host {name} ({clean(address)}" + (f", {item}" if brackets else ")")
 
 
 def _first_of(blocks: list[Block], what: str) -> list[Block]:

@@ -89,6 +89,8 @@ class RendezvousInfo:
     """Addresses of the first node ranks after 0, at most three."""
     joined: tuple[str, ...] = field(default=(), repr=False)
     """Ids of the first nodes that were not in the previous round, at most 16."""
+    first_ranks: tuple[str, ...] = field(default=(), repr=False)
+    """Ids of the nodes with the first ranks, at most five."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.store, self.rank, self.world_size))
@@ -118,6 +120,7 @@ def info_of(seated: Seated, run_id: str, store: Store) -> RendezvousInfo:
         seated.departed,
         seated.successors,
         seated.joined,
+        seated.first_ranks,
     )
 
 

@@ -440,6 +440,7 @@ class Attempt:
             leader_serves=job.handler.is_served_by(addr),
             successors=list(info.successors),
             joined=list(info.joined),
+            first_ranks=list(info.first_ranks) if nodes > 1 else [],
             duration_s=monotonic() - start,
         )
         if is_new and info.joined and not info.all_joined:

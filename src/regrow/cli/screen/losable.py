@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from regrow.utils import host_of
+
 if TYPE_CHECKING:
     from regrow.events import Event
 
@@ -20,9 +22,18 @@ _CHANGES = ("regrow.rendezvous.completed", "regrow.rendezvous.servers")
 _OVER = ("regrow.job.stopping", "regrow.job.finished", "regrow.rendezvous.lost")
 
 
-def losable(data: Mapping[str, Any]) -> str:
-    """Format the line about hosts that may be lost, from the event about servers."""
-    hosts, server, others = data.get("may_lose") or 0, data.get("server"), data.get("successors")
+def losable(data: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Format the line about hosts that may be lost.
+
+    Args:
+        data: the fields of the event about servers.
+        names: name and address of a host by its address; a host without a name is left out.
+    """
+    hosts, serving = (
+        data.get("may_lose") or 0,
+        [data.get("server"), *(data.get("successors") or ())],
+    )
+    server, *others = (names.get(str(address), str(address)) for address in serving)
     if hosts:
         which = "any one host" if hosts == 1 else f"any {hosts} hosts"
         return (
@@ -32,8 +43,8 @@ def losable(data: Mapping[str, Any]) -> str:
     if not others:
         return f"regrow: the rendezvous survives the loss of any host but {server}, which serves it"
     return (
-        f"regrow: the rendezvous does not survive the loss of one more of the hosts {server} "
-        f"(which serves it), {', '.join(map(str, others))}"
+        "regrow: the rendezvous does not survive the loss of one more of the hosts "
+        f"{', '.join([server, *others])}; {server} serves it"
     )
 
 
@@ -49,7 +60,8 @@ class LosableHosts:
         self._say, self._delay = say, delay
         self._nodes = 1
         self._latest: Mapping[str, Any] = {}
-        self._line = ""  # the latest one
+        self._names: dict[str, str] = {}  # of the hosts with the first ranks, by address
+        self._line = ""  # the latest one, with addresses only
         self._timer: threading.Timer | None = None
         self._over = False
 
@@ -59,6 +71,8 @@ class LosableHosts:
             self.close()
         elif event.name == "regrow.rendezvous.completed":
             self._nodes = event.metadata.get("group_world_size") or 1
+            hosts = map(host_of, event.metadata.get("first_ranks") or ())
+            self._names |= {host.address: str(host) for host in hosts}
         elif event.name == "regrow.rendezvous.servers":
             self._latest = event.metadata
         if self._over or event.name not in _CHANGES or not self._latest:
@@ -66,15 +80,15 @@ class LosableHosts:
         self._cancel()
         from regrow.store import is_loopback
 
-        line = losable(self._latest)
-        if line == self._line:
+        plain, line = (losable(self._latest, names) for names in ({}, self._names))
+        if plain == self._line:
             return ""
         if self._latest.get("may_lose"):
-            self._line = line
+            self._line = plain
             return line
         if not self._line and (self._nodes == 1 or is_loopback(str(self._latest.get("server")))):
             return ""  # there is no other host
-        self._timer = threading.Timer(self._delay, self._print, (line,))
+        self._timer = threading.Timer(self._delay, self._print, (plain, line))
         self._timer.daemon = True
         self._timer.start()
         return ""
@@ -84,8 +98,8 @@ class LosableHosts:
         self._over = True
         self._cancel()
 
-    def _print(self, line: str) -> None:
-        self._line = line
+    def _print(self, plain: str, line: str) -> None:
+        self._line = plain
         self._say(line)
 
     def _cancel(self) -> None:

@@ -187,6 +187,8 @@ SUCCESSORS = 3
 
 
 MOST_JOINED = 16
+FIRST_RANKS = 5
+"""How many hosts each node can name: of these are the hosts that may serve the rounds."""
 
 
 class Departed(NamedTuple):
@@ -222,6 +224,8 @@ class Seated(NamedTuple):
     joined: tuple[str, ...] = ()
     """Ids of the first nodes, at most `MOST_JOINED`, that were not in the previous round; empty in
     the first round."""
+    first_ranks: tuple[str, ...] = ()
+    """Ids of the nodes with the first ranks, at most `FIRST_RANKS`."""
 
 
 class Placed(NamedTuple):

@@ -15,6 +15,7 @@ from zlib import crc32
 from msgspec import Meta, Struct, field
 
 from regrow.rendezvous.protocol.messages import (
+    FIRST_RANKS,
     JOB_STOPS,
     MOST_JOINED,
     SUCCESSORS,
@@ -115,8 +116,9 @@ def status_of(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClos
         new = (other for other in state.ranks if state.previous and other not in state.previous)
         joined = tuple(islice(new, MOST_JOINED))
         gone = departed(state)
+        first = tuple(islice(state.ranks, FIRST_RANKS))
         return Seated(
-            id, state.number, rank, world_size, *where, failures, gone, successors, joined
+            id, state.number, rank, world_size, *where, failures, gone, successors, joined, first
         )
     if id in state.awaited:
         # A node stops its workers when its round is over; its next join is then refused.
