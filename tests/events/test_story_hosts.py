@@ -132,12 +132,13 @@ def test_a_host_that_joins_after_a_loss_has_it_in_its_story() -> None:
     assert without_times(story(lines).render(200)) == (
         "regrow: job 7f3a (train.py, 4 workers on 2 nodes) SUCCEEDED after 30 s "
         "with 1 membership change\n"
-        f"  failure 1 (attempt 0): host there (node rank 1): {why}\n"
-        "    restarted after  500 ms     (since this host was notified; all 4 workers started "
-        "again)\n"
-        "    joined           host here (10.0.0.3)\n"
-        "  500 ms of 30 s lost: starting 500 ms, redoing steps unknown: the script does not call "
-        "regrow.step"
+        f"  failure 1 (attempt 0): host there (10.0.0.2, node rank 1): {why}\n"
+        "    detected after   4.0 s      (since its last sign of life)\n"
+        "    restarted after  500 ms     (since host here (10.0.0.3) was notified; all 4 workers "
+        "started again)\n"
+        "    joined           host here\n"
+        "  4.5 s of 30 s lost: detecting 4.0 s, starting 500 ms, redoing steps unknown: the script "
+        "does not call regrow.step"
     )
     assert story([*lines[:2], *lines[3:]]).failures == ()
 

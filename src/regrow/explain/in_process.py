@@ -9,18 +9,19 @@ from collections.abc import Iterator, Set
 from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
-from regrow._accounts import REPEATED, REPEATED_PHASES
+from regrow._accounts import REPEATED
 from regrow.events import InProcessRestart
 from regrow.events.evidence import (
     Record,
     integer,
     real,
+    redone_s,
     steps,
     text,
 )
 from regrow.events.in_process import NEAR_S, TIME_OUTS, end_of, silent_s
 from regrow.explain import ladder, long_settings
-from regrow.explain.accounts import accounts_of, row_count, row_seconds, step_s
+from regrow.explain.accounts import accounts_of, row_count, step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.peers import last_step_of
 from regrow.explain.replacements import WAITED, facts_of_end, how_replaced, last_step_before
@@ -338,8 +339,8 @@ def _redone(scene: Scene, event: Record, later: int | None) -> int | None:
 
 def _end_of_attempt(scene: Scene, attempt: int) -> _AttemptEnd:
     accounts = accounts_of(scene, attempt)
-    rows = (*REPEATED, REPEATED_PHASES)
-    redone = [sum(row_seconds(a, row) for row in rows) for a in accounts if _repeated(a)]
+    found = [redone_s(event) or [] for event in scene.named("attempt.ended", attempt)]
+    redone = [seconds for each in found for seconds in each]
     made = [each for event in scene.named("attempt.ended", attempt) for each in steps(event)]
     reached = [each.last_step for each in made if each.last_step is not None]
     return _AttemptEnd(
