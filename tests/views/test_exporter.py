@@ -124,7 +124,8 @@ def test_the_goodput_is_not_exported_before_the_time_of_the_workers_is_recorded(
     script = TRAIN.replace("n == 20", "n < 0")
     flags = ["--metrics-port", str(port), "--chaos=stop rank=0 at=500ms for=10ms"]
     job = start(jobs, tmp_path, *flags, script=script)
-    job.await_event("worker.resumed")
+    job.await_event("chaos.injected")
+    wait_until(lambda: len(job.events("worker.first_step")) == 2, "both ranks train")
 
     def steps() -> dict[str, float] | None:
         status, text = scrape(port)
