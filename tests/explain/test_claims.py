@@ -769,3 +769,8 @@ def test_the_total_of_the_story_is_the_time_of_the_page(name: str) -> None:
     (found,) = list(explain(logs).values())[-1]
     assert told.losses is not None
     assert told.losses.total_s == pytest.approx(found.cost.seconds or 0.0, rel=0.02, abs=0.02)
+
+
+def test_the_steps_that_a_new_process_counts_are_not_compared_with_those_of_the_old_one() -> None:
+    (found,) = changed("in-process", "inprocess.restarted", repeated_steps=9)
+    assert found.cost.steps is None

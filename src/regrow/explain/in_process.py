@@ -334,7 +334,7 @@ def _redone(scene: Scene, event: Record, later: int | None) -> int | None:
     before = integer(event, "repeated_steps")
     if before is None or later is None or not scene.story.reports_steps:
         return None
-    return max(later - before, 0)
+    return later - before if later >= before else None  # a new process counts from 0
 
 
 def _end_of_attempt(scene: Scene, attempt: int) -> _AttemptEnd:
