@@ -141,6 +141,9 @@ def test_a_host_that_joins_after_a_loss_has_it_in_its_story() -> None:
         "does not call regrow.step"
     )
     assert story([*lines[:2], *lines[3:]]).failures == ()
+    step = line("worker.first_step", 1, 111.1, rank=2, step=41, step_monotonic=111.0)
+    text = story([*lines[:4], step, lines[4]]).render(200)
+    assert "4.0 s      (since its last sign of life)" in text, "the last step is not known here"
 
 
 COST = [

@@ -77,7 +77,7 @@ def failed(story: Story, number: int, failure: Failure) -> Block:
                 *_column("then also", _others(failure)),
                 ("as a result", _consequences(failure), ""),
                 _also_hung_row(failure),
-                _detected_row(story, failure),
+                _detected_row(failure),
                 _restart_row(story, failure),
                 _step_row(story, failure),
                 ("joined", _joined(failure), ""),
@@ -133,12 +133,12 @@ def _lost_nodes(failure: Failure) -> list[str]:
     return [*shown, f"and {count(more, 'more node')}"] if more else shown
 
 
-def _detected_row(story: Story, failure: Failure) -> Row:
+def _detected_row(failure: Failure) -> Row:
     after, silent = failure.detected_after_s, failure.silent_s
     value, note = _LATE if failure.noticed_late else _seconds(after), ""
     if silent and not failure.noticed_late:
         value = duration(silent + (after or 0.0))
-        is_of_steps = failure.timer is None and story.reports_steps
+        is_of_steps = failure.timer is None and failure.last_step is not None
         note = "since the last step" if is_of_steps else "since its last sign of life"
     return "detected after", value, note, _later(failure, after)
 
