@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -221,6 +222,14 @@ def test_reports_and_verdicts_survive_the_store(
 def test_a_text_that_is_no_verdict_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         decode_verdict(text)
+
+
+@pytest.mark.parametrize("kind", [Leave, lambda named: StopAt(3, named)])
+def test_names_of_another_agent_are_short_and_have_no_control_characters(kind: Any) -> None:
+    found = decode_verdict(encode_verdict(kind("\x1b[2J\rx" + "x" * 10_000)))
+    (named,) = (field for field in found if isinstance(field, str))
+    assert named.startswith("[2J x")
+    assert len(named) < 500
 
 
 @pytest.mark.parametrize("text", [b"", b"1 2 3", b"1 2 3 4 5 6", b"a b c d e", b"-1 1 1 0 0"])

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 from regrow._stopping import latest
 from regrow.utils import name_hosts
 
+_MOST_BYTES = 500  # of what another agent sent
 DECISION_S: Final = 5.0
 """Most seconds from the request to the decision; at most a quarter of the grace."""
 NOTICES_S: Final = 1.0
@@ -126,6 +127,11 @@ def last_s(grace: float) -> float:
     return min(LAST_S, grace / 5)
 
 
+def shown(text: str) -> str:
+    """Return a text that another agent sent as one line without control characters."""
+    return "".join(each for each in " ".join(text.split()) if each.isprintable())
+
+
 def encode(report: NodeReport) -> bytes:
     """Return a report as text for the store."""
     numbers = " ".join(str(int(each)) for each in report[:5])
@@ -138,11 +144,11 @@ def decode(text: bytes) -> NodeReport:
     Raises:
         ValueError: the text is no report.
     """
-    numbers, asked, host = text.decode().split("\n")
+    numbers, asked, host = text[:_MOST_BYTES].decode(errors="replace").split("\n")
     position, using, ranks, leaves, whole = map(int, numbers.split())
     if not 0 <= position <= _GREATEST:
         raise ValueError(f"not a position: {position}")
-    return NodeReport(position, using, ranks, bool(leaves), bool(whole), asked, host)
+    return NodeReport(position, using, ranks, bool(leaves), bool(whole), shown(asked), shown(host))
 
 
 def encode_verdict(verdict: Verdict) -> bytes:
@@ -162,12 +168,12 @@ def decode_verdict(text: bytes) -> Verdict:
     Raises:
         ValueError: the text is no verdict.
     """
-    first, _, named = text.decode().partition("\n")
+    first, _, named = text[:_MOST_BYTES].decode(errors="replace").partition("\n")
     match first.split():
         case ["stop", position] if 0 < int(position) <= _GREATEST + 1:
-            return StopAt(int(position), named)
+            return StopAt(int(position), shown(named))
         case ["end"]:
             return EndNow()
         case ["leave"]:
-            return Leave(named)
+            return Leave(shown(named))
     raise ValueError(f"not a verdict: {text!r:.100}")

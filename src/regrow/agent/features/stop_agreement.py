@@ -145,5 +145,4 @@ def decode_request(text: bytes) -> tuple[str, float | None, bool]:
     seconds = None if left == "-" else float(left)
     if seconds is not None and not 0 <= seconds < 1e7:
         raise ValueError(f"not a number of seconds: {left}")
-    shown = "".join(each for each in " ".join(why.split()) if each.isprintable())
-    return shown, seconds, leaves == "1"
+    return rules.shown(why), seconds, leaves == "1"
