@@ -139,6 +139,21 @@ def test_a_killed_job_reached_at_least_the_steps_that_its_log_shows(tmp_path: Pa
     assert [rank.behind for rank in found.ranks] == [0, 0, 0]
 
 
+def test_a_first_step_may_stand_before_the_start_of_its_attempt(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, pid=ended_pid())
+    job.start()
+    fields = {"local_rank": 1, "step_monotonic": 1.0}
+    job.emit("worker.first_step", rank=0, step=1, **fields)
+    job.end("FAILED")
+    job.emit("worker.first_step", rank=1, step=7, **fields, attempt=1)
+    job.start()
+    job.close()
+    assert [(rank.step, rank.step_is_minimum) for rank in seen(tmp_path).ranks] == [
+        (None, False),
+        (7, True),
+    ]
+
+
 def test_the_age_of_a_step_that_is_out_of_reach_is_unknown(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path, host="elsewhere")
     job.start()

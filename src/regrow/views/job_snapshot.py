@@ -267,6 +267,8 @@ class _Log:
     incident: str = ""
     incident_at: float | None = None
     ranks: list[Rank] = field(default_factory=list)
+    early: dict[int | None, int | None] = field(default_factory=dict)
+    """First steps, by rank, that the log has before the start of their attempt."""
     attempts: list[Attempt] = field(default_factory=list)
     evidence: Evidence = field(default_factory=Evidence)
     repeated: RepeatedSteps = field(default_factory=RepeatedSteps)
@@ -374,7 +376,10 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             for rank in _numbers(event.get("replaced")):
                 log.change({"rank": rank}, state="running", what="")
         case "worker.first_step":
-            log.change(event, step=integer(event, "step"), step_is_minimum=True)
+            step = integer(event, "step")
+            if (integer(event, "attempt") or 0) > log.attempt:
+                log.early[integer(event, "rank")] = step
+            log.change(event, step=step, step_is_minimum=True)
         case "worker.accounts" if event is log.last_accounts:
             accounts = mapping(event.get("accounts"))
             log.ranks = [_with_account(rank, accounts.get(str(rank.rank))) for rank in log.ranks]
@@ -395,6 +400,9 @@ def _start(log: _Log, event: Record) -> None:
         Rank(rank=rank, node=log.index, local_rank=local, pid=integer(pids, str(rank)))
         for local, rank in enumerate(numbers if event is log.last_start else ())
     ]
+    for number, step in log.early.items():
+        log.change({"rank": number}, step=step, step_is_minimum=True)
+    log.early.clear()
     log.attempts.append(
         Attempt(
             number=log.attempt,
