@@ -118,9 +118,12 @@ def describe_failure(event: Record) -> str:
 def stopped_with(event: Record) -> str | None:
     """Return the signal with which the agent stopped a worker that had raised an exception before.
 
-    The process was still ending when the agent acted on the end of another worker.
+    The process was still ending when the agent acted on the end of another worker. In the logs of
+    older releases, the order of the times tells.
     """
     signal, traceback = signal_name(event), text(event, "traceback") or ""
+    if isinstance(stopped := event.get("stopped"), bool):
+        return signal if stopped else None
     found = [real(event, f"{what}_monotonic") for what in ("failed", "detected", "exited")]
     times = [at for at in found if at is not None]
     in_order = len(times) == len(found) and times == sorted(times)

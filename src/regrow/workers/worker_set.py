@@ -446,6 +446,7 @@ def collect_results(
             and found.failed_monotonic < group.stopped_at
         )
         if end.outcome == "failed" or lingered:
+            found.was_stopped = lingered
             failures[rank] = found
     if failures:
         return {}, failures

@@ -233,8 +233,7 @@ class Attempt:
 
     def _log_failure(self, failed: tuple[int, ProcessFailure], then: str, *, here: bool) -> None:
         rank, failure = failed
-        times = self._job.recorder.failure_times(failure) if here else {}
-        what = what_failed(rank if rank != NO_RANK else None, failure, times)
+        what = what_failed(rank if rank != NO_RANK else None, failure)
         # An agent that shares its output with others shows failures of its own host only.
         logger.log(logging.ERROR if here else logging.WARNING, "%s; %s", what, then)
 

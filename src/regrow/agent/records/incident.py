@@ -9,7 +9,7 @@ from regrow.agent.records.recorder import failure_fields
 from regrow.utils import host_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from regrow.agent.api import Worker
     from regrow.rendezvous import Departed
@@ -18,24 +18,19 @@ if TYPE_CHECKING:
 _MOST_GONE = 4
 
 
-def what_failed(
-    rank: int | None, failure: ProcessFailure, times: Mapping[str, float | None]
-) -> str:
+def what_failed(rank: int | None, failure: ProcessFailure) -> str:
     """Describe a failure in one line.
 
     Args:
         rank: global rank of the worker; None if the agent itself has failed.
         failure: the failure, on this host or on another.
-        times: `Recorder.failure_times` of a failure on this host; else empty.
     """
     from regrow.events import describe_failure  # loads the story's modules, which take a while
 
     who = "the agent" if rank is None else f"rank {rank}"
     pid = f" (pid {failure.pid})" if failure.pid else ""
     host = failure.host or socket.gethostname()
-    return (
-        f"{who} on host {host}{pid} {describe_failure({**failure_fields(rank, failure), **times})}"
-    )
+    return f"{who} on host {host}{pid} {describe_failure(failure_fields(rank, failure))}"
 
 
 def what_follows(delay_s: float, workers: int, restarts_left: int | None) -> str:

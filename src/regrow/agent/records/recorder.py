@@ -57,7 +57,7 @@ class Recorder:
         self.further_fields: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] | None = None
         """Returns further fields of an event, from its name and fields (`--chaos`)."""
         self.noticed: float | None = None
-        """Monotonic seconds at which the loop first noticed a failed worker of the attempt."""
+        """Monotonic seconds at which the loop first noticed a failed worker."""
         # Two threads may report the end of an attempt; only the first report counts.
         self._lock = threading.Lock()
         self._attempt_open = False
@@ -252,6 +252,7 @@ class Recorder:
             accounts=accounts,
             **overdue,
         )
+        self.noticed = None
 
     def _failed(self, rank: int, failure: ProcessFailure, **more: Any) -> None:
         missed = failure.heartbeat
@@ -269,18 +270,12 @@ class Recorder:
         self.emit(
             "regrow.worker.failed",
             **failure_fields(rank, failure),
+            failed_monotonic=failure.failed_monotonic,
+            exited_monotonic=failure.exited_monotonic,
             noticed_late=failure.noticed_late,
-            **self.failure_times(failure),
+            detected_monotonic=self.noticed if self.noticed is not None else monotonic(),
             **more,
         )
-
-    def failure_times(self, failure: ProcessFailure) -> dict[str, float | None]:
-        """Return when a worker failed, was gone, and was noticed, in monotonic seconds."""
-        return {
-            "failed_monotonic": failure.failed_monotonic,
-            "exited_monotonic": failure.exited_monotonic,
-            "detected_monotonic": self.noticed if self.noticed is not None else monotonic(),
-        }
 
 
 def _root_cause(result: RunResult) -> ProcessFailure | None:
@@ -299,4 +294,5 @@ def failure_fields(rank: int | None, failure: ProcessFailure) -> dict[str, Any]:
         "traceback": failure.traceback,
         "error_file": failure.error_file,
         "killed_with": failure.killed_with or None,
+        "stopped": failure.was_stopped,
     }

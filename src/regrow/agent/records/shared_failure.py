@@ -74,6 +74,7 @@ def decode(report: str) -> tuple[int | None, ProcessFailure]:
         "",
         host=_of(fields, "host", str) or "<unknown>",
         killed_with=(_of(fields, "killed_with", str) or "")[:_TEXT],
+        was_stopped=_of(fields, "stopped", bool) is True,
     )
     failure.set_report(
         message[:_TEXT],

@@ -67,6 +67,8 @@ class ProcessFailure:
     """Whether the worker may have failed earlier, because the guardian was suspended."""
     killed_with: str = ""
     """How the guardian ended, if its end killed the worker."""
+    was_stopped: bool = False
+    """Whether the agent stopped the process, which had raised an exception before."""
     cause: Cause | None = None
     """The cause that the worker itself wrote to stderr, if it left no error file."""
     error_file_data: dict[str, Any] = field(init=False)
