@@ -183,3 +183,13 @@ def test_no_field_of_a_comparison_makes_the_story_fail(field: str, value: object
     odd: dict[str, Any] = {"ranks": [0], "compared": ["x"], field: value}
     event = {**line("timer.compared", 0, 110.02), **odd}
     assert "\x1b" not in story(job(event, event, failed())).render()
+
+
+def test_the_silence_of_a_hang_on_another_host_is_read_from_its_words() -> None:
+    from regrow.events.silences import without_heartbeat_s
+
+    scope = "s" * 130
+    assert without_heartbeat_s("no heartbeat for 190 s: in load (data.py:7)") == 190
+    assert without_heartbeat_s("no heartbeat for 8.1 s: in load (data.py:7)") == 8.1
+    assert without_heartbeat_s(f"timer {scope} of 60 s was exceeded by 7.1 ms; location: x") == 60
+    assert without_heartbeat_s("exited with code 1") is None

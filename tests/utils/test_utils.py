@@ -311,3 +311,10 @@ def test_a_line_of_a_guarded_logger_has_the_place_of_its_caller(
 
 def test_loggers_of_others_are_left_alone(logger_name: str) -> None:
     assert type(utils.get_logger(logger_name)) is logging.Logger
+
+
+def test_the_name_of_a_host_is_short_and_has_no_control_characters() -> None:
+    host = utils.host_of("10.0.0.1\x1b[2J/1/a/" + "n\x07" * 10_000)
+    assert str(host).isprintable()
+    assert len(str(host)) < 500
+    assert utils.host_of("10.0.0.1/7/c1/node1") == ("10.0.0.1", "node1")

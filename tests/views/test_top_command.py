@@ -141,6 +141,18 @@ def test_a_text_of_a_job_is_no_markup(job: WrittenJob, tmp_path: Path) -> None:
     assert "[red]node1[/nothing]" in text
 
 
+def test_control_characters_of_a_job_do_not_reach_the_terminal(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    job.start()
+    job.fail(1, "RuntimeError: \x1b[2J gone")
+    job.emit("job.finished", state="FAILED", reason="\x1b]0;t\x07 over")
+    text = shown(tmp_path)
+    assert "gone" in text
+    assert "over" in text
+    assert not {"\x1b", "\x07"} & {*text}
+
+
 def test_the_ranks_that_are_not_shown_are_counted(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path, 2)
     job.start(world_size=4)

@@ -65,12 +65,15 @@ class _StoryBuilder:
         self.hosts = evidence.Hosts(self.events)
         self.attempts: dict[int, _Attempt] = {}
         self.by_name: dict[str, list[Record]] = defaultdict(list)
+        self.by_attempt: dict[tuple[str, int | None], list[Record]] = defaultdict(list)
         current = 0
         for event in self.events:
             name = text(event, "name") or ""
             self.by_name[name].append(event)
             number = integer(event, "attempt")
             current = current if number is None else number
+            if name in _INDEXED:
+                self.by_attempt[name, number].append(event)
             if name in _OF_AN_ATTEMPT:
                 attempt = self.attempts.setdefault(current, _Attempt(defaultdict(list), []))
                 attempt.named[name].append(event)
@@ -165,7 +168,7 @@ class _StoryBuilder:
             reached = [s.last_step for s in steps if s.last_step is not None]
             if not reached:  # the attempt's end is not recorded
                 reached = [s.first_step for s in steps]
-                reached += evidence.highest_steps(self.by_name[_ACCOUNTS], number)
+                reached += evidence.highest_steps(self.by_attempt[_ACCOUNTS, number])
             if reached:
                 return max(reached)
         return None
@@ -375,12 +378,12 @@ class _StoryBuilder:
         """Return since when a failed process had been suspended by a signal; None: it was not."""
         found = [
             (at, name)
-            for name in ("suspended", "resumed")
-            for event in self.by_name[f"regrow.worker.{name}"]
+            for name in (_SUSPENDED, _RESUMED)
+            for event in self.by_attempt[name, integer(failed, "attempt")]
             if _same_worker(event, failed) and (at := real(event, "monotonic")) is not None
         ]
         at, name = max((each for each in found if each[0] <= until), default=(0.0, ""))
-        return at if name == "suspended" else None
+        return at if name == _SUSPENDED else None
 
     def _cost(self, number: int, clock: str | None, begun: float | None) -> dict[str, Any]:
         """Compute the cost of an attempt's end: fields of both `Failure` and `PlannedRestart`.
@@ -488,6 +491,8 @@ class _StoryBuilder:
 _SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers"
 _STALLED = "regrow.heartbeat.stalled"
 _ACCOUNTS = "regrow.worker.accounts"
+_SUSPENDED, _RESUMED = "regrow.worker.suspended", "regrow.worker.resumed"
+_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED})
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"

@@ -384,9 +384,9 @@ def steps(event: Record) -> list[Steps]:
     return found
 
 
-def highest_steps(events: Iterable[Record], attempt: int) -> list[int]:
-    """Return the highest step of each account of an attempt's workers."""
-    recorded = [event.get("accounts") for event in events if integer(event, "attempt") == attempt]
+def highest_steps(events: Iterable[Record]) -> list[int]:
+    """Return the highest step of each account in some events."""
+    recorded = [event.get("accounts") for event in events]
     accounts = [
         each for by_rank in recorded if isinstance(by_rank, Mapping) for each in by_rank.values()
     ]

@@ -11,7 +11,7 @@ SILENT_HOST = "a silent host counts as lost"
 """Name of that time limit among those that a job records."""
 _NO_HEARTBEAT = re.compile(
     r"\bno heartbeat (?:arrived )?for (\d{1,9}(?:\.\d{1,9})?) s"
-    r"|\btimer .{1,99} of (\d{1,9}(?:\.\d{1,9})?) s was exceeded"
+    r"|\btimer .{1,130} of (\d{1,9}(?:\.\d{1,9})?) s was exceeded"
 )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from regrow.utils.descriptors import ready
     from regrow.utils.fork import call_after_fork
     from regrow.utils.jsonlines import BrokenLine, JsonLinesFile, read_json_lines, to_json
-    from regrow.utils.node_ids import host_of, name_hosts, node_id
+    from regrow.utils.node_ids import host_of, name_hosts, node_id, printable
     from regrow.utils.number_limits import (
         LONGEST_S,
         MOST_FAILURES,
@@ -84,7 +84,7 @@ __getattr__, __dir__ = lazily(
         "descriptors": "ready",
         "fork": "call_after_fork",
         "jsonlines": "BrokenLine JsonLinesFile read_json_lines to_json",
-        "node_ids": "host_of name_hosts node_id",
+        "node_ids": "host_of name_hosts node_id printable",
         "number_limits": "LONGEST_S MOST_FAILURES MOST_NODES MOST_WORKERS restart_grace",
         "peer_loss": "follows_from_a_peer is_lost_connection",
         "port": "PortReservation",

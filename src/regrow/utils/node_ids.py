@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MOST_NAMED = 4
+_LONGEST_ID = 400
 LONGEST_NAME = 64
 """Most characters of a host name in an id."""
 
@@ -39,9 +40,14 @@ def node_id(address: str, life: int) -> str:
 
 
 def host_of(node: str) -> Host:
-    """Return the host of the node with this id; any text is accepted."""
-    parts = " ".join(node.split()).split("/", 3)
+    """Return the host of the node with this id; any text is accepted, and made printable."""
+    parts = printable(node, _LONGEST_ID).split("/", 3)
     return Host(parts[0], parts[3] if len(parts) == 4 and parts[3] else parts[0])
+
+
+def printable(text: str, most: int = 300) -> str:
+    """Return a text of another process as one line, without control characters, cut to a length."""
+    return "".join(each for each in " ".join(text[:most].split()) if each.isprintable())
 
 
 def name_hosts(hosts: Sequence[object], number: int) -> str:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from regrow.events import clean
 from regrow.explain import RUNG_NAMES
 from regrow.views.job_snapshot import Node, Rank, Snapshot
 from regrow.views.restarts import Restart
@@ -90,7 +91,7 @@ def render(
 
 def _head(s: Snapshot) -> Text:
     line = Text.assemble(
-        ("regrow ", "bold"), f"{s.script or 'job'} {s.run_id or ''}  ", _state(s.state)
+        ("regrow ", "bold"), clean(f"{s.script or 'job'} {s.run_id or ''}  "), _state(s.state)
     )
     at_least = "at least " if s.step_is_minimum else ""
     facts = [
@@ -105,7 +106,9 @@ def _head(s: Snapshot) -> Text:
         f"steps done again {s.lost_steps}",
     ]
     is_reason_new = s.is_over and s.reason != s.state
-    return line.append("\n" + ", ".join(facts)).append(f"\n{s.reason}" if is_reason_new else "")
+    return line.append("\n" + ", ".join(facts)).append(
+        f"\n{clean(s.reason)}" if is_reason_new else ""
+    )
 
 
 def _nodes(nodes: Sequence[Node], fits: bool) -> Table:
@@ -167,7 +170,7 @@ _NARROWED = ("node", "latest", "what", "phase", "")
 
 def _text(text: str, is_cut: bool, style: str = "") -> Text:
     """Return a text that is cut at the end of the line, or continues on the next one."""
-    return Text(text, style, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
+    return Text(clean(text), style, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
 
 
 def _state(state: str) -> Text:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from regrow._stopping import latest
-from regrow.utils import name_hosts
+from regrow.utils import name_hosts, printable
 
 _MOST_BYTES = 500  # of what another agent sent
 DECISION_S: Final = 5.0
@@ -127,11 +127,6 @@ def last_s(grace: float) -> float:
     return min(LAST_S, grace / 5)
 
 
-def shown(text: str) -> str:
-    """Return a text that another agent sent as one line without control characters."""
-    return "".join(each for each in " ".join(text.split()) if each.isprintable())
-
-
 def encode(report: NodeReport) -> bytes:
     """Return a report as text for the store."""
     numbers = " ".join(str(int(each)) for each in report[:5])
@@ -148,7 +143,9 @@ def decode(text: bytes) -> NodeReport:
     position, using, ranks, leaves, whole = map(int, numbers.split())
     if not 0 <= position <= _GREATEST:
         raise ValueError(f"not a position: {position}")
-    return NodeReport(position, using, ranks, bool(leaves), bool(whole), shown(asked), shown(host))
+    return NodeReport(
+        position, using, ranks, bool(leaves), bool(whole), printable(asked), printable(host)
+    )
 
 
 def encode_verdict(verdict: Verdict) -> bytes:
@@ -171,9 +168,9 @@ def decode_verdict(text: bytes) -> Verdict:
     first, _, named = text[:_MOST_BYTES].decode(errors="replace").partition("\n")
     match first.split():
         case ["stop", position] if 0 < int(position) <= _GREATEST + 1:
-            return StopAt(int(position), shown(named))
+            return StopAt(int(position), printable(named))
         case ["end"]:
             return EndNow()
         case ["leave"]:
-            return Leave(shown(named))
+            return Leave(printable(named))
     raise ValueError(f"not a verdict: {text!r:.100}")

@@ -80,9 +80,8 @@ class Hang(NamedTuple):
 def message(hang: Hang) -> str:
     """Return the failure as one line."""
     if hang.is_silent:
-        from regrow.events import duration  # loads the story's modules, which take a while
-
-        return f"no heartbeat for {duration((hang.after or 0.0) + hang.over)}: {where(hang.dump)}"
+        silent = (hang.after or 0.0) + hang.over
+        return f"no heartbeat for {silent:.{silent < 9.95:d}f} s: {where(hang.dump)}"
     after = f" of {hang.after:.10g} s" if hang.after is not None else ""
     scope = short_scope(hang.request.scope_id)
     over = f"{hang.over * 1000:.1f} ms"

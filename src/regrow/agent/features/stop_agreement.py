@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from regrow.agent.decisions import early_stop as rules
 from regrow.agent.decisions.early_stop import EndNow, NodeReport, StopAt, Verdict
+from regrow.utils import printable
 
 if TYPE_CHECKING:
     from regrow.store import Store
@@ -145,4 +146,4 @@ def decode_request(text: bytes) -> tuple[str, float | None, bool]:
     seconds = None if left == "-" else float(left)
     if seconds is not None and not 0 <= seconds < 1e7:
         raise ValueError(f"not a number of seconds: {left}")
-    return rules.shown(why), seconds, leaves == "1"
+    return printable(why), seconds, leaves == "1"

@@ -6,7 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from regrow.agent.records.recorder import failure_fields
-from regrow.utils import host_of
+from regrow.utils import host_of, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def what_joins(workers: Sequence[Worker], gone: Sequence[Departed]) -> str:
     if len(workers) > 1:
         between = "and" if len(workers) == 2 else "to"
         ranks = f"ranks {first.global_rank} {between} {last.global_rank}"
-    lost = [f"host {host_of(node.id)} is gone: {node.why}" for node in gone[:_MOST_GONE]]
+    lost = [f"host {host_of(node.id)} is gone: {printable(node.why)}" for node in gone[:_MOST_GONE]]
     if len(gone) > _MOST_GONE:
         lost.append(f"{len(gone) - _MOST_GONE} more hosts are gone")
     return "; ".join([f"this node joins the job, with {ranks} of {first.world_size}", *lost])
