@@ -86,6 +86,7 @@ class _StoryBuilder:
         for event in self.by_name["regrow.rendezvous.completed"]:
             self.joined[integer(event, "attempt")] += strings(event, "joined")
         self.expired = self._sorted("regrow.timer.expired")
+        self.expired_by_failure = evidence.by_failure(self.expired)
         self.unexplained_timers = evidence.unexplained(self.expired, self.by_name[_FAILED])
         self.numbers = sorted(self.attempts)
         self.with_steps = [number for number in self.numbers if self.attempts[number].steps]
@@ -311,7 +312,7 @@ class _StoryBuilder:
                 root = self._first_fault(attempt.named[_FAILED], root, given_up)
                 what, cause = f"{given_up.did}; the wrapper gave up", given_up.cause
         is_guardian = text(root, "killed_with") is not None
-        timer = evidence.of_failure(self.expired, root)
+        timer = evidence.of_failure(self.expired_by_failure, root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
         clock = clock or host  # the host with the clock that measures the seconds
         late = root.get("noticed_late") is True
@@ -338,7 +339,7 @@ class _StoryBuilder:
             hung_too=evidence.hung_too(self.unexplained_timers, number)
             if timer is not None
             else (),
-            compared=evidence.compared(self.by_name["regrow.timer.compared"], number),
+            compared=evidence.compared(self.by_attempt[_COMPARED, number]),
             lost_nodes=lost,
             is_host_lost=is_host_lost,
             silent_s=self._silent_s(number, root, timer, over if is_host_lost else None, what),
@@ -492,7 +493,8 @@ _SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers
 _STALLED = "regrow.heartbeat.stalled"
 _ACCOUNTS = "regrow.worker.accounts"
 _SUSPENDED, _RESUMED = "regrow.worker.suspended", "regrow.worker.resumed"
-_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED})
+_COMPARED = "regrow.timer.compared"
+_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED})
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"

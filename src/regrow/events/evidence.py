@@ -282,16 +282,31 @@ def describe_node(node: LostNode) -> str:
 # survives the signal of a timer may fail later for another reason.
 
 
-def of_failure(expired: Iterable[Record], failure: Record) -> Expiry | None:
+_Identity = tuple[str | None, int | None, int | None, str | None]
+
+
+def by_failure(expired: Iterable[Record]) -> dict[_Identity, Record]:
+    """Return the first timer that caused each failure, for `of_failure`."""
+    found: dict[_Identity, Record] = {}
+    for event in expired:
+        if text(event, "message") is not None:
+            found.setdefault(_identity(event), event)
+    return found
+
+
+def of_failure(expired: Mapping[_Identity, Record], failure: Record) -> Expiry | None:
     """Return the timer that caused a worker's failure; None if the failure has another cause."""
-    return next((_expiry(event) for event in expired if _explains(event, failure)), None)
+    event = expired.get(_identity(failure))
+    return None if event is None else _expiry(event)
 
 
 def unexplained(expired: Iterable[Record], failures: Iterable[Record]) -> tuple[Expiry, ...]:
     """Return the timers that caused no worker's failure."""
-    known = list(failures)
+    known = {_identity(each) for each in failures}
     return tuple(
-        _expiry(event) for event in expired if not any(_explains(event, each) for each in known)
+        _expiry(event)
+        for event in expired
+        if text(event, "message") is None or _identity(event) not in known
     )
 
 
@@ -300,10 +315,9 @@ def hung_too(unexplained: Iterable[Expiry], attempt: int) -> tuple[Expiry, ...]:
     return tuple(e for e in unexplained if e.attempt == attempt and e.signal and not e.helper)
 
 
-def compared(events: Iterable[Record], attempt: int) -> tuple[str, ...]:
+def compared(events: Sequence[Record]) -> tuple[str, ...]:
     """Return the places of an attempt's workers, from the comparison that covers the most hosts."""
-    of_attempt = [event for event in events if integer(event, "attempt") == attempt]
-    return _places(max(of_attempt, key=_ranks)) if of_attempt else ()
+    return _places(max(events, key=_ranks)) if events else ()
 
 
 def _ranks(event: Record) -> int:
@@ -311,9 +325,10 @@ def _ranks(event: Record) -> int:
     return len(ranks) if isinstance(ranks, Sequence) else 0
 
 
-def _explains(event: Record, failure: Record) -> bool:
-    same = ("host", "attempt", "pid", "message")
-    return text(event, "message") is not None and all(event.get(k) == failure.get(k) for k in same)
+def _identity(event: Record) -> _Identity:
+    """Return what the event of a timer has in common with that of the failure it caused."""
+    numbers = integer(event, "attempt"), integer(event, "pid")
+    return text(event, "host"), *numbers, text(event, "message")
 
 
 def _expiry(event: Record) -> Expiry:
