@@ -10,7 +10,9 @@ import pytest
 from helpers.explained.record import STORIES
 from regrow.events import read_events
 from regrow.explain import explain
-from regrow.ledger import Ledger, agent_is_alive, build_ledgers, render
+from regrow.ledger import Ledger, Span, agent_is_alive, build_ledgers, render
+from regrow.ledger.attempts import attempts_of
+from regrow.ledger.lost import injected_s
 from regrow.utils import start_ticks
 
 Event = dict[str, Any]
@@ -430,6 +432,94 @@ def test_the_loss_of_a_host_follows_from_a_cut_of_its_link(fault: str, injected:
     lost.add(12, "worker.accounts", accounts={"1": lost.account()})
     ledger = only(first.finish(21, "FAILED"), lost)
     assert ledger.injected_seconds == pytest.approx(injected)
+
+
+def since_boot(value: Any, more_s: float) -> Any:
+    """Return events of a host that was booted so many seconds earlier."""
+    if isinstance(value, list):
+        return [since_boot(each, more_s) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        k: v + more_s if k.endswith("monotonic") else since_boot(v, more_s)
+        for k, v in value.items()
+    }
+
+
+@pytest.mark.parametrize("more_s", [0, 990, -45])
+def test_the_first_failure_of_two_hosts_does_not_depend_on_their_boot_times(more_s: float) -> None:
+    follower = Log(rank=1).start(0, world_size=2)
+    fields: Event = {"failed_monotonic": 63.5, "detected_monotonic": 64.0, "root_cause": True}
+    follower.add(14, "worker.failed", rank=1, **fields).end(15, "FAILED").finish(15, "FAILED")
+    follower.events = since_boot(follower.events, more_s)
+    # 16 s on the host of the injected fault, as above; on the other one 1 s to the end of the
+    # training, of which 0.5 s are after its failure, and 1 s of the stop.
+    ledger = only(killed(injected=True), follower)
+    assert ledger.injected_seconds == pytest.approx(16 + 3)
+
+
+def test_a_failure_that_is_not_the_root_cause_does_not_make_an_attempt_injected() -> None:
+    log = killed(injected=True)
+    (event,) = [each for each in log.events if each["name"] == "regrow.worker.failed"]
+    event["root_cause"] = False
+    later = Log(rank=1).start(0, world_size=2)
+    later.add(14, "worker.failed", rank=1, failed_monotonic=63.5, root_cause=True)
+    assert only(log, later.end(15, "FAILED").finish(15, "FAILED")).injected_seconds == 0
+
+
+@pytest.mark.parametrize("end", ["inprocess.raised", "inprocess.lost", "worker.vacated"])
+@pytest.mark.parametrize("more_s", [0, 990])
+def test_an_in_process_restart_follows_from_an_injected_fault_on_another_host(
+    end: str, more_s: float
+) -> None:
+    first, faulty = Log().start(0, world_size=2), Log(rank=1).start(0, world_size=2)
+    faulty.add(19, end, rank=1, injected="raise")
+    phases = {"detected": 0.5, "met": 1.5, "called": 2.0}
+    first.add(20, "inprocess.restarted", rank=1, seconds=phases, repeated_steps=0)
+    first.add(30, "inprocess.restarted", rank=1, seconds=phases, repeated_steps=2)
+    account: Event = {"since_monotonic": 90.0, "highest_step": 10}
+    account |= {"seconds": {"steps": 10.0, "repeated_steps": 14.0, "restart": 14.0}}
+    first.end(50, "SUCCEEDED", **account, counts={"steps": 10, "repeated_steps": 7})
+    first.finish(50, "SUCCEEDED")
+    faulty.add(50, "chaos.injected").end(50, "SUCCEEDED").finish(50, "SUCCEEDED")
+    faulty.events = since_boot(faulty.events, more_s)
+    # The first restart of 2 s, on two workers, and 2 of the 7 steps, at 2 s each. Not the second.
+    assert only(first, faulty).injected_seconds == pytest.approx(2 * 2 + 2 * 2)
+
+
+def test_the_steps_done_again_end_at_the_next_restart_also_if_another_host_records_it() -> None:
+    first, second = Log().start(0, world_size=2), Log(rank=1).start(0, world_size=2)
+    called = {"called": 2.0}
+    first.add(20, "inprocess.restarted", rank=0, injected="kill", seconds=called, repeated_steps=0)
+    second.add(30, "inprocess.restarted", rank=1, seconds=called, repeated_steps=2)
+    account: Event = {"since_monotonic": 90.0, "highest_step": 10}
+    account |= {"seconds": {"steps": 10.0, "repeated_steps": 14.0, "restart": 14.0}}
+    for log in (first, second):
+        log.end(50, "SUCCEEDED", **account, counts={"steps": 10, "repeated_steps": 7})
+        log.add(50, "chaos.injected").finish(50, "SUCCEEDED")
+    # A restart of 2 s, on two workers; 2 of the 7 steps, which took both workers 28 s.
+    assert only(first, second).injected_seconds == pytest.approx(2 * 2 + 2 * 4)
+
+
+class Counted(dict[str, float]):
+    """Seconds by bucket; counts the look-ups of steps that were done again."""
+
+    looked_up = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_up += key == "redone"
+        return super().get(key, default)
+
+
+def test_the_cost_of_a_step_is_computed_once_for_all_restarts_of_an_attempt() -> None:
+    log, seconds = Log().start(0, world_size=1), Counted(redone=5.0)
+    for n in range(50):
+        log.add(20 + n, "inprocess.restarted", rank=0, repeated_steps=n, injected="kill")
+    (run,) = runs_of("log", log.events)
+    place: Event = {"log": "log", "host": "host0", "local_rank": 0, "rank": 0, "attempt": 0}
+    span = Span(**place, start=50.0, end=120.0, seconds=seconds)
+    assert injected_s([(run, attempts_of(run))], [span], {0: 50}) == pytest.approx(5)
+    assert seconds.looked_up == 1
 
 
 RECORDED = ("crash-loop", "hang-timer", "in-process", "in-process-time-out", "replaced", "sigkill")

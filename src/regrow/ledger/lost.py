@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
+from operator import itemgetter
 from typing import NamedTuple
 
-from regrow.events.evidence import Record, integer, real, root_cause, text
+from regrow.events.evidence import Record, integer, real, text
 from regrow.events.in_process import silent_s
 from regrow.events.runs import Run
 from regrow.ledger import buckets
@@ -167,7 +168,9 @@ def injected_s(
 
 
 _INJECTED, _FAILED = "regrow.chaos.injected", "regrow.worker.failed"
-_RESTARTED, _GONE = "regrow.inprocess.restarted", ("regrow.worker.vacated", "regrow.inprocess.lost")
+_RESTARTED = "regrow.inprocess.restarted"
+_FAULTS = ("regrow.inprocess.raised", "regrow.inprocess.lost", "regrow.worker.vacated")
+"""Events of the faults that an in-process restart handles, on the hosts of their ranks."""
 _OVER = ("regrow.round.ended", "regrow.round.judged")
 _OF_THE_LINK = ("cut", "delay")
 _AFTER_S = 60.0  # as in the agent, which marks the failures of workers
@@ -217,10 +220,10 @@ class _Attempt:
     def injected_at(self) -> float | None:
         """Return when the fault was injected that ended the attempt; None if none did."""
         faults = [*self.events(_INJECTED)]
-        failures = [*self.events(_FAILED, at="failed_monotonic")]
-        root = root_cause([event for _, event in failures])
-        if root is not None and text(root, "injected"):
-            failed = next(at for at, event in failures if event is root)
+        failed, root = min(
+            self.events(_FAILED, at="failed_monotonic"), key=_as_a_cause, default=(0.0, {})
+        )
+        if text(root, "injected"):
             rank = integer(root, "rank")
             own = [at for at, e in faults if integer(e, "rank") == rank and at <= failed]
             return max(own, default=failed)
@@ -233,24 +236,29 @@ class _Attempt:
 
     def in_process_s(self) -> float:
         """Return what the in-process restarts cost that followed from injected faults."""
-        found = 0.0
-        for _, attempt in self.nodes:
-            gone: set[int | None] = set()  # ranks whose processes an injected fault ended
-            restarts: list[tuple[Record, bool]] = []
-            for event in attempt.events:
-                name, is_injected = text(event, "name"), text(event, "injected") is not None
-                if name in _GONE and is_injected:
-                    gone.add(integer(event, "rank"))
-                elif name == _RESTARTED:
-                    restarts.append((event, is_injected or integer(event, "rank") in gone))
-                    gone.clear()
-            end: Record = {"repeated_steps": self.redone_steps}
-            for (event, follows), (later, _) in pairwise([*restarts, (end, False)]):
-                if follows:
-                    until, since = (integer(e, "repeated_steps") or 0 for e in (later, event))
-                    workers = integer(event, "world_size") or self.world_size
-                    found += _length_s(event) * workers + max(until - since, 0) * self.step_s
+        faulty: set[int | None] = set()  # ranks with an injected fault since the last restart
+        restarts: list[tuple[Record, bool]] = []
+        for _, event in sorted(self.events(_RESTARTED, *_FAULTS), key=itemgetter(0)):
+            is_injected = text(event, "injected") is not None
+            if text(event, "name") == _RESTARTED:
+                restarts.append((event, is_injected or integer(event, "rank") in faulty))
+                faulty.clear()
+            elif is_injected:
+                faulty.add(integer(event, "rank"))
+        found, step_s, end = 0.0, self.step_s, {"repeated_steps": self.redone_steps}
+        for (event, follows), (later, _) in pairwise([*restarts, (end, False)]):
+            if follows:
+                until, since = (integer(e, "repeated_steps") or 0 for e in (later, event))
+                workers = integer(event, "world_size") or self.world_size
+                found += _length_s(event) * workers + max(until - since, 0) * step_s
         return found
+
+
+def _as_a_cause(failure: tuple[float, Record]) -> tuple[bool, bool, float]:
+    """Return a sort key of a failure at a time: the root cause of an attempt is the smallest."""
+    at, event = failure
+    is_unknown = real(event, "failed_monotonic") is None  # another host reported the failure
+    return event.get("root_cause") is not True, is_unknown, at
 
 
 def _length_s(restart: Record) -> float:
