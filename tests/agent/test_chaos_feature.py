@@ -96,6 +96,18 @@ def test_a_failure_of_another_nodes_rank_is_marked_as_well(nodes: list[Node]) ->
     assert marks == ["kill", None]
 
 
+def test_an_exception_of_a_rank_with_an_injected_fault_is_marked_on_its_own_node(
+    nodes: list[Node],
+) -> None:
+    nodes.append(Node("kill rank=1 at=0s", 0))
+    nodes[0].start()
+    assert nodes[0].processes[1].wait(20) == -9
+    for rank in (1, 0):
+        nodes[0].recorder.emit("regrow.inprocess.raised", rank=rank)
+    marks = [each.get("injected") for each in nodes[0].recorder.of("regrow.inprocess.raised")]
+    assert marks == ["kill", None]
+
+
 def test_a_node_that_joins_later_goes_on_where_the_others_are(nodes: list[Node]) -> None:
     store = MemoryStore()
     plan = "stop rank=0 at=0s for=1ms; stop rank=1 every=100ms for=1ms times=1; kill rank=3 at=1h"

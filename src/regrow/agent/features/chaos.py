@@ -46,6 +46,7 @@ _OF_A_FAILURE = {
     "regrow.worker.failed": "failed_monotonic",
     "regrow.worker.vacated": "ended_monotonic",
     "regrow.inprocess.lost": "lost_monotonic",
+    "regrow.inprocess.raised": "",
     "regrow.inprocess.restarted": "",
     "regrow.heartbeat.failed": "failed_monotonic",
     "regrow.timer.expired": "noticed_monotonic",
