@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.explained.record import STORIES
-from regrow.events import read_events
+from regrow.events import jobs_of, read_events, runs_of
 from regrow.explain import explain
 from regrow.ledger import Ledger, Span, agent_is_alive, build_ledgers, render
 from regrow.ledger.attempts import attempts_of
@@ -227,6 +227,27 @@ def test_a_host_whose_loss_is_known_does_not_run_although_its_job_does() -> None
     ledger = only(first, lost)
     assert ledger.running
     assert seconds(ledger)["unknown"] == 3
+
+
+@pytest.mark.parametrize("ahead_s", [0, 10])
+def test_a_lost_host_does_not_run_although_its_clock_is_ahead(ahead_s: float) -> None:
+    first = running(Log().start(0)).add(20, "round.ended", lost=True).end(21, "FAILED")
+    lost = Log(wall=1005 + ahead_s, rank=1).start(0)
+    lost.add(12, "worker.accounts", accounts={"1": lost.account()})
+    runs = [run for log in (first, lost) for run in runs_of("log", log.events, agent_is_alive)]
+    ((session,),) = jobs_of(runs)
+    assert [run.is_open for run in session.runs] == [True, False]
+    # Its run ends when the first host recorded the loss, but not before its own last event.
+    assert session.runs[1].end == 50 + max(20 - 5 - ahead_s, 12)
+
+
+@pytest.mark.parametrize("name", ["round.ended", "round.judged"])
+def test_a_host_that_recorded_the_end_of_the_round_is_not_the_lost_one(name: str) -> None:
+    first = running(Log().start(0)).add(20, "round.ended", lost=True).end(21, "FAILED")
+    other = Log(rank=1).start(0).add(19, name)
+    runs = [run for log in (first, other) for run in runs_of("log", log.events, agent_is_alive)]
+    ((session,),) = jobs_of(runs)
+    assert [run.is_open for run in session.runs] == [True, True]
 
 
 def test_a_script_without_steps_is_unknown_up_to_the_last_event_while_it_runs() -> None:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from regrow.events.evidence import Record, integer, real, text
 from regrow.events.log import NO_ID
 
-_ROUND_ENDED = "regrow.round.ended"
+_ROUND_ENDED, _ROUND_JUDGED = "regrow.round.ended", "regrow.round.judged"
 MOST_WORKERS = 4096  # of one agent; a larger number in a log is taken for an error
 
 
@@ -136,7 +136,8 @@ def jobs_of(runs: Iterable[Run]) -> list[tuple[Session, ...]]:
 def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """Extend each run without an end until another host recorded that its round has lost a node.
 
-    The last event of a killed agent may be much older than its end.
+    The last event of a killed agent may be much older than its end. A host that recorded the end
+    of the round itself was not lost with it. The clocks of two hosts do not decide this.
     """
     is_open = any(run.is_open for run in runs)
     lost: dict[int | None, float] = {}
@@ -146,15 +147,19 @@ def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:
             if text(event, "name") == _ROUND_ENDED and event.get("lost") is True and at is not None:
                 lost.setdefault(integer(event, "attempt"), at + run.offset)
     return tuple(
-        replace(run, end=lost[number] - run.offset, is_open=False)
-        if run.state is None
-        and (number := _last_attempt(run)) in lost
-        and run.end + run.offset < lost[number]
+        replace(run, end=max(run.end, lost[number] - run.offset), is_open=False)
+        if run.state is None and (number := _last_attempt(run)) is not None and number in lost
         else replace(run, is_open=is_open if run.is_open is None else run.is_open)
         for run in runs
     )
 
 
 def _last_attempt(run: Run) -> int | None:
-    started = [e for e in run.events if text(e, "name") == "regrow.attempt.started"]
-    return integer(started[-1], "attempt") if started else None
+    """Return the last attempt of a run; None if the run has recorded the end of its round."""
+    for event in reversed(run.events):
+        name = text(event, "name")
+        if name == "regrow.attempt.started":
+            return integer(event, "attempt")
+        if name in (_ROUND_ENDED, _ROUND_JUDGED):
+            return None
+    return None
