@@ -238,6 +238,27 @@ def test_the_hosts_of_each_run_are_merged(tmp_path: Path) -> None:
     assert out.getvalue() == f"{first}\n\n{second}\n"
 
 
+@pytest.mark.parametrize("skew", [300.0, -300.0])
+def test_hosts_of_one_round_have_one_story_although_their_clocks_do_not_overlap(
+    tmp_path: Path, skew: float
+) -> None:
+    hosts = [ONE, Host("node2", 90_000.0, fast=skew)]
+    runs = []
+    for begin, nodes in ((0.0, [NODE_A, NODE_B]), (100.0, [NODE_C, NODE_C + "x"])):
+        for host in hosts:
+            met = host.line(begin + 0.4, "rendezvous.completed", 0, joined=[], first_ranks=nodes)
+            started, *rest = run_of(host, begin, "SUCCEEDED", 10)
+            runs.append([started, met, *rest])
+    dirs = [written(tmp_path / str(i), lines) for i, lines in enumerate(runs)]
+    out = io.StringIO()
+    assert print_story(*dirs[:2], as_json=True, out=out) == 0
+    assert len(json.loads(out.getvalue())["failures"]) == 1
+    out = io.StringIO()
+    assert print_story(*dirs, as_json=False, out=out) == 0
+    first, second = (story(a + b).render() for a, b in (runs[:2], runs[2:]))
+    assert out.getvalue() == f"{first}\n\n{second}\n"
+
+
 def test_directories_of_different_jobs_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
