@@ -308,6 +308,29 @@ def test_steps_that_were_done_again_after_in_process_restarts_are_counted(
     assert lost() == 19 + 6
 
 
+def test_steps_done_again_count_once_if_rank_0_moves_to_another_host(tmp_path: Path) -> None:
+    first, second = WrittenJob(tmp_path, [0], host="a"), WrittenJob(tmp_path, [1], host="b")
+
+    def restarted(host: WrittenJob, iteration: int, repeated: int) -> None:
+        cause = {"kind": "LOST", "rank": 0, "seconds": {"restarted": 0.001}}
+        host.emit("inprocess.restarted", iteration=iteration, repeated_steps=repeated, **cause)
+
+    def ended(host: WrittenJob, repeated: int) -> None:
+        account = {"counts": {"repeated_steps": repeated}}
+        host.emit("attempt.ended", state="STOPPED", accounts={str(host.ranks[0]): account})
+
+    for before, again, total in ((0, 10, 10), (5, 6, 16)):  # `before`: lost by another attempt
+        first.start(world_size=2)
+        second.start(world_size=2)
+        restarted(first, 1, before)
+        ended(first, before + 4)
+        restarted(second, 2, before + 4)
+        ended(second, before + again)
+        assert seen(tmp_path).lost_steps == total
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize(
     ("event", "fields", "state"),
     [

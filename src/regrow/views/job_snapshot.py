@@ -11,6 +11,7 @@ it then counts as unknown.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,7 +20,14 @@ from regrow._accounts import FIRST_STEP, STEPS
 from regrow.events import Story, story
 from regrow.events.evidence import Record, integer, one_line, real, text
 from regrow.views.pages import StepSample
-from regrow.views.restarts import Evidence, RepeatedSteps, Restart, mapping, restarts_of
+from regrow.views.restarts import (
+    Evidence,
+    RepeatedSteps,
+    Restart,
+    mapping,
+    repeated_steps,
+    restarts_of,
+)
 
 PACE_S = 5.0
 """Seconds over which the pace of a rank is measured."""
@@ -212,7 +220,7 @@ def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot
             (rank.step_age_s for rank in running if rank.step_age_s is not None), default=None
         ),
         lost_steps=sum(restart.lost_steps or 0 for restart in restarts)
-        + sum(log.repeated.total for log in logs),
+        + repeated_steps([log.repeated for log in logs]),
         nodes=nodes,
         ranks=ranks,
         attempts=tuple(attempt for log in logs for attempt in log.attempts),
@@ -271,7 +279,10 @@ class _Log:
     """First steps, by rank, that the log has before the start of their attempt."""
     attempts: list[Attempt] = field(default_factory=list)
     evidence: Evidence = field(default_factory=Evidence)
-    repeated: RepeatedSteps = field(default_factory=RepeatedSteps)
+    repeated: defaultdict[int, RepeatedSteps] = field(
+        default_factory=lambda: defaultdict(RepeatedSteps)
+    )
+    """By attempt."""
 
     def change(self, event: Record, **fields: Any) -> None:
         """Change the rank of an event."""
@@ -360,7 +371,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "inprocess.lost":
             log.change(event, state="lost", what="the others continue without it")
         case "worker.vacated":
-            log.repeated.end_process(str(integer(event, "rank")), event.get("account"))
+            log.repeated[log.attempt].end_process(str(integer(event, "rank")), event.get("account"))
             what = one_line(f"ended {text(event, 'how') or ''}")
             log.change(event, state="replacing", what=what, step=integer(event, "last_step"))
         case "worker.replaced":
@@ -370,7 +381,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "inprocess.restarted":
             key = integer(event, "attempt") or 0, integer(event, "iteration") or 0
             log.evidence.in_process[key] = real(event, "time") or 0.0
-            log.repeated.restart(log.attempt, integer(event, "repeated_steps"))
+            log.repeated[log.attempt].restart(log.attempt, integer(event, "repeated_steps"))
             kind = one_line(text(event, "kind") or "a fault")
             log.report(event, f"in-process restart after {kind}")
             for rank in _numbers(event.get("replaced")):
@@ -383,7 +394,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "worker.accounts" if event is log.last_accounts:
             accounts = mapping(event.get("accounts"))
             log.ranks = [_with_account(rank, accounts.get(str(rank.rank))) for rank in log.ranks]
-            log.repeated.book(accounts)
+            log.repeated[log.attempt].book(accounts)
         case "round.ended" | "rendezvous.lost":
             if why := text(event, "why"):
                 log.report(event, one_line(why))
@@ -393,7 +404,6 @@ def _apply(log: _Log, name: str, event: Record) -> None:
 def _start(log: _Log, event: Record) -> None:
     log.state, log.attempt = "running", integer(event, "attempt") or 0
     log.world_size = integer(event, "world_size")
-    log.repeated.begin_attempt()
     pids = mapping(event.get("pids"))
     numbers = _numbers(event.get("ranks"))
     log.ranks = [
@@ -426,7 +436,7 @@ def _end(log: _Log, event: Record) -> None:
         reason = one_line(text(event, "reason") or "")
         log.attempts[-1] = replace(log.attempts[-1], ended=time, state=state, reason=reason)
     accounts, steps = mapping(event.get("accounts")), mapping(event.get("last_steps"))
-    log.repeated.book(accounts)
+    log.repeated[log.attempt].book(accounts)
     after = "succeeded" if state == "succeeded" else "stopped"
     ranks = []
     for rank in log.ranks:

@@ -51,34 +51,26 @@ class Evidence:
 
 @dataclass(slots=True)
 class RepeatedSteps:
-    """Steps that were done again because of in-process restarts, in the log of one agent.
+    """The counts of steps done again in one attempt, in the log of one agent.
 
-    The accounts of the workers count them. As in the ledger, those of the worker with most count.
+    The accounts of the workers have them. Rank 0 reports an in-process restart to its own agent.
     """
 
-    total: int = 0
-    _earlier: int = 0
-    """Of earlier attempts."""
-    _before: int | None = None
-    """The count at the first in-process restart of the attempt: an earlier attempt lost these."""
+    before: int | None = None
+    """The count at the first in-process restart: an earlier attempt lost these. None: none yet."""
+    most: int = 0
+    """The count of the worker with most."""
     _ended: dict[str, int] = field(default_factory=dict)
     """The counts of processes that were replaced, by rank."""
     _booked: dict[str, int] = field(default_factory=dict)
     """The counts of the other processes, by rank."""
 
-    def begin_attempt(self) -> None:
-        """Begin an attempt, with new accounts."""
-        self._earlier, self._before = self.total, None
-        self._ended.clear()
-        self._booked.clear()
-
     def restart(self, attempt: int, repeated: int | None) -> None:
         """Add an in-process restart; `repeated` is the count that its event has."""
-        if self._before is None:
+        self.most = max(self.most, repeated or 0)
+        if self.before is None:
             # The function runs again when the agent reads the count, so it may be too large.
-            self._before = 0 if attempt == 0 else max(repeated or 0, self._most())
-        else:
-            self._count(repeated or 0)
+            self.before = 0 if attempt == 0 else self.most
 
     def book(self, accounts: Record) -> None:
         """Add the accounts of the workers, by rank."""
@@ -91,15 +83,29 @@ class RepeatedSteps:
         self._ended[rank] = self._ended.get(rank, 0) + count
         self._count()
 
-    def _count(self, at_least: int = 0) -> None:
-        if self._before is not None:
-            most = max(at_least, self._most())
-            self.total = max(self.total, self._earlier + most - self._before)
-
-    def _most(self) -> int:
+    def _count(self) -> None:
         found = Counter(self._ended)
         found.update(self._booked)
-        return max(found.values(), default=0)
+        self.most = max([self.most, *found.values()])
+
+
+def repeated_steps(logs: Sequence[Mapping[int, RepeatedSteps]]) -> int:
+    """Return how many steps were done again because of in-process restarts.
+
+    As in the ledger, the worker with most counts in each attempt, on any host. The hosts are not
+    added up, because all of them do the same steps again.
+
+    Args:
+        logs: the counts of each agent, by attempt.
+    """
+    total = 0
+    for attempt in {number for log in logs for number in log}:
+        counts = [log[attempt] for log in logs if attempt in log]
+        # The hosts of rank 0 report restarts one after the other; the first count is the lowest.
+        before = [each.before for each in counts if each.before is not None]
+        if before:
+            total += max(each.most for each in counts) - min(before)
+    return total
 
 
 def _repeated(account: object) -> int:
