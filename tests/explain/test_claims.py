@@ -774,3 +774,9 @@ def test_the_total_of_the_story_is_the_time_of_the_page(name: str) -> None:
 def test_the_steps_that_a_new_process_counts_are_not_compared_with_those_of_the_old_one() -> None:
     (found,) = changed("in-process", "inprocess.restarted", repeated_steps=9)
     assert found.cost.steps is None
+
+
+def test_an_exception_that_another_host_marks_as_injected_is_injected() -> None:
+    (found,) = changed("in-process", "inprocess.raised", injected="raise rank=1")
+    assert found.injected == "raise rank=1"
+    assert facts(found)["injected"] == "by --chaos: raise rank=1"

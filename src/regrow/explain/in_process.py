@@ -159,7 +159,7 @@ def _explained(
         pid=pid,
         at_s=begin,
         noticed_s=restart.at_s if silent else None,
-        injected=text(event, "injected") or text(ended, "injected"),
+        injected=_injected(event, ended, recorded.raised_before(restart)),
         evidence=tuple(_evidence(scene, restart, recorded, ended)),
         peers=tuple(_peers(scene, restart, event, lost)),
         action=tuple(_action(scene, restart)),
@@ -223,7 +223,7 @@ def _evidence(
     scene: Scene, restart: InProcessRestart, recorded: _Recorded, ended: Record
 ) -> Iterator[Fact]:
     event = recorded.event_of(restart)
-    if injected := text(event, "injected") or text(ended, "injected"):
+    if injected := _injected(event, ended, recorded.raised_before(restart)):
         yield Fact("injected", f"by --chaos: {injected}")
     if ended:
         yield from facts_of_end(ended)
@@ -259,6 +259,11 @@ def _evidence(
         yield Fact("log file", log_file)
     if (faults := integer(event, "faults") or 1) > 1:
         yield Fact("faults", f"{faults} ranks reported a fault; this was the first")
+
+
+def _injected(*events: Record) -> str | None:
+    """Return the fault of `--chaos` that one of the events names; None if none does."""
+    return next((found for event in events if (found := text(event, "injected"))), None)
 
 
 def _before_interrupt(traceback: str) -> tuple[str, ...]:
