@@ -133,7 +133,6 @@ def test_a_host_that_joins_after_a_loss_has_it_in_its_story() -> None:
         "regrow: job 7f3a (train.py, 4 workers on 2 nodes) SUCCEEDED after 30 s "
         "with 1 membership change\n"
         f"  failure 1 (attempt 0): host there (10.0.0.2, node rank 1): {why}\n"
-        "    detected after   4.0 s      (since its last sign of life)\n"
         "    restarted after  500 ms     (since host here (10.0.0.3) was notified; all 4 workers "
         "started again)\n"
         "    joined           host here\n"
@@ -141,13 +140,9 @@ def test_a_host_that_joins_after_a_loss_has_it_in_its_story() -> None:
         "does not call regrow.step"
     )
     assert story([*lines[:2], *lines[3:]]).failures == ()
-    step = line("worker.first_step", 1, 111.1, rank=2, step=41, step_monotonic=111.0)
-    text = story([*lines[:4], step, lines[4]]).render(200)
-    assert "4.0 s      (since its last sign of life)" in text, "the last step is not known here"
 
 
 COST = [
-    "    detected after   4.0 s      (since its last sign of life)",
     "    restarted after  500 ms     (since host here was notified; all 2 workers started again)",
     "  4.5 s lost: detecting 4.0 s, starting 500 ms, redoing steps unknown: the script does not "
     "call regrow.step",

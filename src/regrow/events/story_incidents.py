@@ -136,7 +136,9 @@ def _lost_nodes(failure: Failure) -> list[str]:
 def _detected_row(failure: Failure) -> Row:
     after, silent = failure.detected_after_s, failure.silent_s
     value, note = _LATE if failure.noticed_late else _seconds(after), ""
-    if silent and not failure.noticed_late:
+    if failure.is_host_lost:
+        value = ""  # the heading has the silence
+    elif silent and not failure.noticed_late:
         value = duration(silent + (after or 0.0))
         is_of_steps = failure.timer is None and failure.last_step is not None
         note = "since the last step" if is_of_steps else "since its last sign of life"
