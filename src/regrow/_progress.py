@@ -18,6 +18,7 @@ reads the other two when its round ends: the worker can go on in the next round 
 worker has left the round and waits for the next one. Events of the job (`send_event`) go through
 the pipe, one JSON object on each line.
 
+The last field is the time of the worker's last heartbeat (`regrow.heartbeat`), for `regrow top`.
 The rest of a slot is the worker's account (`regrow._accounts`): how long the script was in each of
 its phases, in steps that it had done before, and so on.
 
@@ -47,12 +48,13 @@ INCARNATION_ENV = "REGROW_INCARNATION"  # number of processes that had this work
 CHAOS_ENV = "REGROW_CHAOS"  # the agent's abstract unix socket; see regrow._chaos
 ORDERS_ENV = "REGROW_ORDERS"  # path of the pipe with the agent's orders; see inprocess.call.moving
 REPLACES_ENV = "REGROW_REPLACES"  # how the latest of these processes ended, for people
-# Layout of a slot: first step, its time, latest step, its time, state of the wrapper (five bits).
-# A time of zero means "never reported". The agent reads a slot with this struct, in the machine's
-# own format, which copies each field as a whole. Workers do not write with it: `pack_into` sets
-# all bytes to zero first, and a worker killed at that moment loses its report.
-SLOT = struct.Struct("@qdqdq")
-_FIRST, _FIRST_TIME, _LATEST, _LATEST_TIME, _RESTART_STATE = range(5)
+# Layout of a slot: first step, its time, latest step, its time, state of the wrapper (five bits),
+# time of the last heartbeat. A time of zero means "never reported". The agent reads a slot with
+# this struct, in the machine's own format, which copies each field as a whole. Workers do not write
+# with it: `pack_into` sets all bytes to zero first, and a worker killed at that moment loses its
+# report.
+SLOT = struct.Struct("@qdqdqd")
+_FIRST, _FIRST_TIME, _LATEST, _LATEST_TIME, _RESTART_STATE, _HEARTBEAT_TIME = range(6)
 SLOT_BYTES = SLOT.size + ACCOUNT_BYTES
 LONGEST = 4096  # bytes of a message; a pipe takes a write of this size as a whole (PIPE_BUF)
 
@@ -122,6 +124,9 @@ class _Reporter:
                 os.write(pipe, message)
             finally:
                 os.close(pipe)
+
+    def heartbeat(self) -> None:
+        self._times[_HEARTBEAT_TIME] = monotonic()
 
     def set_restart_state(self, state: int) -> None:
         self._numbers[_RESTART_STATE] = state
@@ -240,6 +245,13 @@ def stopping() -> bool | None:
     """
     reporter = _own()
     return None if reporter is None else reporter.stopping()
+
+
+def heartbeat() -> None:
+    """Show that an exchange of heartbeats has just succeeded; no effect outside of regrow."""
+    reporter = _own()
+    if reporter is not None:
+        reporter.heartbeat()
 
 
 def wake_agent() -> None:

@@ -7,12 +7,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
 from helpers.commands import run
 from helpers.jobs.e2e_job import Job
+from helpers.processes import wait_until
 from regrow.events import read_events, story
+from regrow.views import JobWatch, Library
 
 Launch = Callable[..., Job]
 
@@ -210,3 +213,21 @@ def test_functions_send_heartbeats_too_and_leave_when_they_return(tmp_path: Path
     assert ended.code == 0, ended.output
     assert "{0: True, 1: False}" in ended.output
     assert ended.output.count("heartbeat: `regrow run --heartbeat` has already started") == 2
+
+
+def test_a_view_knows_when_each_rank_exchanged_its_last_heartbeat(launch: Launch) -> None:
+    job = launch("import regrow\nregrow.step(1)\nforever()\n", "--heartbeat=0.3")
+    job.await_event("worker.first_step")
+    library = Library([str(job.log_dir)])
+    watch = JobWatch(library, library.jobs()[0])
+
+    def ages() -> list[float]:
+        return [r.heartbeat_age_s for r in watch.snapshot().ranks if r.heartbeat_age_s is not None]
+
+    wait_until(lambda: len(ages()) == 2, "both ranks exchanged heartbeats")
+    begun = monotonic()
+    first = ages()
+    wait_until(lambda: min(ages()) < monotonic() - begun, "a further heartbeat")
+    assert max(first) < 60
+    watch.close()
+    job.signal(signal.SIGTERM)

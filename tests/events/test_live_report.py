@@ -23,7 +23,9 @@ from regrow.events.live_report import (
 NUMBER = st.integers(0, 2**62)
 SECONDS = st.floats(0, 1e12)
 PRINTABLE = st.characters(exclude_categories=["C", "Z"])
-STEP = st.builds(LiveStep, NUMBER, SECONDS, NUMBER, SECONDS, st.text(PRINTABLE, max_size=40))
+STEP = st.builds(
+    LiveStep, NUMBER, SECONDS, NUMBER, SECONDS, st.text(PRINTABLE, max_size=40), SECONDS
+)
 REPORT = st.builds(
     LiveReport,
     host=st.text(PRINTABLE, max_size=60),

@@ -100,6 +100,18 @@ def test_a_long_message_leaves_room_for_the_ranks(
     assert "1500" in row
 
 
+def test_the_last_heartbeat_of_a_rank_is_shown_if_there_are_heartbeats(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    for rank in range(512):
+        job.step(rank, 100)
+    assert "heartbeat" not in shown(tmp_path)
+    job.heartbeat(7, ago=12)
+    (row,) = (line.split() for line in shown(tmp_path).splitlines() if line.split()[:1] == ["7"])
+    assert " ".join(row[-4:]).endswith("s ago 1007")
+    assert 12 <= float(row[-4]) < 60
+
+
 def test_a_hang_of_all_ranks_is_in_the_head(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path)
     job.start()

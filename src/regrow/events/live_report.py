@@ -50,6 +50,8 @@ class LiveStep(NamedTuple):
     last: int
     last_at: float
     phase: str
+    heartbeat_at: float
+    """0 if there was none."""
 
 
 class LiveReport(NamedTuple):
@@ -99,7 +101,7 @@ def decode(text: bytes) -> LiveReport:
 def _step(found: Any) -> LiveStep:
     if not isinstance(found, list) or len(found) != len(LiveStep._fields):
         raise ValueError(f"no step: {found!r:.100}")
-    kinds = (int, float, int, float, str)
+    kinds = (int, float, int, float, str, float)
     return LiveStep(*(_value(kind, value) for kind, value in zip(kinds, found, strict=True)))
 
 

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from regrow._progress import OTHERS_GO_ON, restart_state
+from regrow._progress import OTHERS_GO_ON, heartbeat, restart_state
 from regrow.heartbeat import death
 from regrow.heartbeat.failure import Ranks, reports_loudly
 from regrow.heartbeat.terms import SCOPE, STALLED, TIMER_FILE, lead
@@ -92,6 +92,7 @@ class FailurePolicy:
 
         SIGABRT comes `death.ABORT_S` after that time, and SIGKILL comes `KILL_S` after it.
         """
+        heartbeat()
         with self._lock:
             self._armed = True
             for timer, more in self._kernel:

@@ -75,6 +75,8 @@ class Rank:
     """Time of its last step on the node's monotonic clock, in seconds; None if unknown."""
     step_age_s: float | None = None
     """Seconds since its last step; None if it does not run, or the clock is unknown."""
+    heartbeat_age_s: float | None = None
+    """Seconds since its last heartbeat to the other workers; None without `--heartbeat`."""
     pace: float | None = None
     """Steps per second of late, or over the attempt.
 
@@ -488,6 +490,8 @@ def _with_steps(rank: Rank, source: Source, *, runs: bool) -> Rank:
         rank = replace(rank, phase=sample.phase)
     if not runs:
         return replace(rank, state="unknown")
+    if sample is not None and sample.heartbeat_at > 0 and source.now is not None:
+        rank = replace(rank, heartbeat_age_s=max(source.now - sample.heartbeat_at, 0.0))
     if rank.step_at is None or source.now is None:
         return rank
     age = max(source.now - rank.step_at, 0.0)

@@ -31,6 +31,8 @@ class StepSample(NamedTuple):
     last_at: float
     phase: str = ""
     """The phase in which it is (`regrow.phase`); "" outside of phases."""
+    heartbeat_at: float = 0.0
+    """When its last exchange of heartbeats succeeded; 0 if none did."""
 
 
 class StepPage:
@@ -67,10 +69,10 @@ class StepPage:
         found = {}
         for local_rank in range((len(self._memory) - 1) // self._slot_bytes):
             offset = local_rank * self._slot_bytes
-            first, first_at, last, last_at, _ = SLOT.unpack_from(self._memory, offset)
+            first, first_at, last, last_at, _, beat_at = SLOT.unpack_from(self._memory, offset)
             phase = open_phase(self._memory, offset + SLOT.size) if self._has_accounts else ""
             if first_at > 0:
-                found[local_rank] = StepSample(first, first_at, last, last_at, phase)
+                found[local_rank] = StepSample(first, first_at, last, last_at, phase, beat_at)
         return found
 
     def close(self) -> None:

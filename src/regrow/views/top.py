@@ -130,8 +130,21 @@ def _restarts(restarts: Sequence[Restart], fits: bool) -> Table:
 
 
 def _ranks(ranks: Sequence[Rank], room: int) -> RenderableType:
-    columns = ("rank", "state", "step", "behind", "steps/s", "phase", "last step", "pid", "")
-    table = _table(*columns, right=("rank", "step", "behind", "steps/s", "last step", "pid"))
+    beats = ("heartbeat",) if any(r.heartbeat_age_s is not None for r in ranks) else ()
+    numbers = ("rank", "step", "behind", "steps/s", "last step", *beats, "pid")
+    columns = (
+        "rank",
+        "state",
+        "step",
+        "behind",
+        "steps/s",
+        "phase",
+        "last step",
+        *beats,
+        "pid",
+        "",
+    )
+    table = _table(*columns, right=numbers)
     urgent = sorted(ranks, key=lambda rank: (rank.state == "running", -rank.behind, rank.rank))
     for rank in sorted(urgent[:room], key=lambda rank: rank.rank):
         what = f"{rank.what} (replaced {rank.replaced} times)" if rank.replaced else rank.what
@@ -143,6 +156,7 @@ def _ranks(ranks: Sequence[Rank], room: int) -> RenderableType:
             _number(rank.pace),
             _text(rank.phase or "-", True),
             Text(_ago(rank.step_age_s), "yellow" if rank.pace == 0 else ""),
+            *(_ago(rank.heartbeat_age_s) for _ in beats),
             str(rank.pid or "-"),
             _text(what, True),
         )

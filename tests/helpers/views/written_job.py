@@ -98,6 +98,13 @@ class WrittenJob:
         rest = SLOT.unpack_from(self._page, self.ranks.index(rank) * SLOT.size)[4:]
         SLOT.pack_into(self._page, self.ranks.index(rank) * SLOT.size, *values, *rest)
 
+    def heartbeat(self, rank: int, ago: float = 0.0) -> None:
+        """Report a heartbeat of a rank `ago` seconds ago."""
+        assert self._page is not None
+        offset = self.ranks.index(rank) * SLOT.size
+        values = SLOT.unpack_from(self._page, offset)[:5]
+        SLOT.pack_into(self._page, offset, *values, time.monotonic() - ago)
+
     def fail(self, rank: int, message: str, **fields: Any) -> None:
         """Let a rank fail, and end the attempt."""
         now = time.monotonic()

@@ -96,8 +96,8 @@ class LiveReports(Feature):
         pid, reports = os.getpid(), self._reports()
         steps = {}
         if reports is not None:
-            phases = reports.phases()
+            phases, beats = reports.phases(), reports.heartbeats()
             for rank, step in reports.read().items():
-                steps[rank] = LiveStep(*step, phases.get(rank, ""))
+                steps[rank] = LiveStep(*step, phases.get(rank, ""), beats.get(rank, 0.0))
         host, ticks = os.uname().nodename, start_ticks(pid) or 0
         return LiveReport(host, pid, ticks, nodes, self._job.attempt, monotonic(), number, steps)

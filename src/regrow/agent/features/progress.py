@@ -152,6 +152,12 @@ class WorkerReports:
             offset = SLOT.size
             return {s: _accounts.open_phase(self._memory, s * SLOT_BYTES + offset) for s in slots}
 
+    def heartbeats(self) -> dict[int, float]:
+        """Return when each local rank last exchanged heartbeats, 0 if never; none after `close`."""
+        with self._lock:
+            slots = range(0 if self._memory.closed else len(self._ranks))
+            return {s: SLOT.unpack_from(self._memory, s * SLOT_BYTES)[5] for s in slots}
+
     def last_steps(self) -> dict[str, Any]:
         """Return the first and last steps of the workers, by global rank."""
         return {str(self._ranks[local]): each._asdict() for local, each in self.read().items()}
@@ -251,7 +257,7 @@ class WorkerReports:
         found = _accounts.read(self._memory, account)
         if found is not None and found.highest_step is not None:
             self._job.highest_step = max(self._job.highest_step, found.highest_step)
-        SLOT.pack_into(self._memory, slot * SLOT_BYTES, 0, 0.0, 0, 0.0, state)
+        SLOT.pack_into(self._memory, slot * SLOT_BYTES, 0, 0.0, 0, 0.0, state, 0.0)
         _accounts.blank(self._memory, account, self._job.highest_step)
 
     def _wrapper_state(self, local_rank: int) -> int:
