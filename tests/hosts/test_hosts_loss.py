@@ -279,7 +279,7 @@ def test_below_the_least_number_of_nodes_the_job_waits_for_one_to_return(
 @pytest.mark.parametrize(
     ("served_by", "lost", "evidence"),
     [
-        ("etcd", (0, 1), "host {} (node rank 1): no heartbeat"),
+        ("etcd", (0, 1), "host {} ({}, node rank 1): no heartbeat"),
         ("server", (0, 1), "cannot be reached"),
         ("server", (0,), "cannot be reached"),
     ],
@@ -303,7 +303,8 @@ def test_the_lowest_node_rank_that_lives_prints_the_story_for_all(
         by_rank[rank].host.lose_power()
     first, *others = [by_rank[rank] for rank in range(len(lost), 4)]
     assert [agent.finish() for agent in (first, *others)] == [75] * (4 - len(lost)), job
-    assert evidence.format(by_rank[1].host.name) in first.output, job
+    told = " ".join(first.output.split())
+    assert evidence.format(by_rank[1].host.name, by_rank[1].host.addr) in told, job
     assert "regrow: job job (" in first.output, job
     for other in others:
         assert "regrow: job job (" not in other.output, job
