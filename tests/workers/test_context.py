@@ -450,6 +450,53 @@ def test_a_signal_that_the_kernel_delivers_to_another_thread_is_handled(tmp_path
     assert output == f"SIGTERM Process {agent.pid} got signal: {int(signal.SIGTERM)}\n"
 
 
+AS_IT_ENTERS = """
+import signal, sys, threading
+enter = threading.Condition.__enter__.__code__
+def profile(frame, event, arg):
+    if event == "c_return" and frame.f_code is enter and sys._getframe(2).f_code.co_name == "wait":
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGTERM)
+"""
+AS_IT_LOGS = """
+import logging, signal, sys
+class Interrupted(logging.StreamHandler):
+    def emit(self, record):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Exception:
+            self.handleError(record)
+"""
+AS_IT_DELETES = """
+import signal
+class Deleted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("prelude", "before_wait"),
+    [
+        (AS_IT_ENTERS, "sys.setprofile(profile)"),
+        (AS_IT_LOGS, "logging.getLogger().handlers = [Interrupted()]; logging.warning('a line')"),
+        (AS_IT_DELETES, "Deleted()"),
+    ],
+    ids=["as a lock is taken", "as a line is logged", "as an object is deleted"],
+)
+def test_a_signal_is_raised_where_its_exception_is_not_lost_and_leaves_no_lock_held(
+    tmp_path: Path, prelude: str, before_wait: str
+) -> None:
+    program = prelude + AGENT.replace("context.wait()", f"{before_wait}; context.wait()")
+    agent = _agent(tmp_path, program)
+    try:
+        output, _ = agent.communicate(timeout=PATIENCE)
+    finally:
+        agent.kill()
+    assert output == f"SIGTERM Process {agent.pid} got signal: {int(signal.SIGTERM)}\n"
+    assert (tmp_path / "got").exists()
+
+
 def test_the_environment_chooses_which_signals_are_raised(tmp_path: Path) -> None:
     agent = _agent(tmp_path, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGUSR2,NONSENSE")
     agent.send_signal(signal.SIGUSR2)

@@ -56,10 +56,12 @@ from regrow.events import Event, EventSource
 from regrow.metrics import prof
 from regrow.rendezvous import JOB_STOPS, RendezvousGracefulExitError, adapted
 from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, restart_grace, split_signals
-from regrow.workers import DefaultLogsSpecs, PContext, SignalException, Std
+from regrow.workers import DefaultLogsSpecs, PContext, SignalException, Std, raises_later
 from regrow.workers.logs.follower import console
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from regrow.agent.features.health import AgentHealth, HealthCheckServer
     from regrow.agent.features.timers import TimerReports
     from regrow.store import Store
@@ -235,7 +237,7 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             for feature in features:
                 feature.open()
-            with signals_into(self._regrow.inbox, names, self._signal_interrupts):
+            with signals_into(self._regrow.inbox, names, self._interrupt_own_loop):
                 return self._run(role, monotonic())
         finally:
             for feature in reversed(features):
@@ -309,14 +311,20 @@ class SimpleElasticAgent(ElasticAgent):
             attempt.close()
             job.torch_events.total_execution_time = int(monotonic() - start)
 
-    def _signal_interrupts(self) -> bool:
-        """Return whether a signal raises: once, while a subclass's own loop runs.
+    def _interrupt_own_loop(self, signum: int, frame: FrameType | None) -> bool:
+        """Raise SignalException while a subclass's own loop runs, once; return False otherwise.
 
-        Later signals arrive through the inbox.
+        Later signals arrive through the inbox. Where the exception would be lost, this method
+        returns True, and the signal comes again (`raises_later`).
         """
         job = self._regrow.job
-        interrupts, job.own_loop = job.own_loop, False
-        return interrupts
+        if not job.own_loop:
+            return False
+        if not raises_later(signum, frame):
+            job.own_loop = False
+            sigval = signal.Signals(signum)
+            raise SignalException(f"the agent got {sigval.name}", sigval=sigval)
+        return True
 
     def _renew_lease(self, until: float) -> None:
         """Let the workers run until `until` (monotonic seconds); called by the rendezvous."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from regrow.agent.decisions.events import Event, Signaled
 from regrow.utils import split_signals, start_thread
-from regrow.workers import SignalException, signals_handled
+from regrow.workers import signals_handled
 
 Message = Callable[[], Event | None] | Event
 """A message in the inbox.
@@ -109,7 +109,9 @@ class Operations:
 
 @contextmanager
 def signals_into(
-    inbox: Inbox, names: str, interrupts: Callable[[], bool] = lambda: False
+    inbox: Inbox,
+    names: str,
+    handled: Callable[[int, FrameType | None], bool] = lambda signum, frame: False,
 ) -> Iterator[None]:
     """Context manager: the named signals arrive in `inbox` as `Signaled`.
 
@@ -119,18 +121,16 @@ def signals_into(
     Args:
         inbox: gets the messages.
         names: comma-separated names such as `SIGTERM,SIGINT`; an unknown name causes a warning.
-        interrupts: called at each signal. If it returns true, the signal raises SignalException
-            in the main thread and does not go to the inbox.
+        handled: called at each signal, as a signal handler; it may raise. If it returns true, the
+            signal does not go to the inbox.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def handler(signum: int, _frame: FrameType | None) -> None:
-        if interrupts():
-            sigval = signal.Signals(signum)
-            raise SignalException(f"the agent got {sigval.name}", sigval=sigval)
-        inbox.put(Signaled(signum))
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if not handled(signum, frame):
+            inbox.put(Signaled(signum))
 
     woken_before = signal.set_wakeup_fd(inbox.wake_fd, warn_on_full_buffer=False)
     previous = {}

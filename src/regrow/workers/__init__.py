@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 from regrow.utils import lazily
 
 if TYPE_CHECKING:
-    from regrow.workers.context import (
-        PContext,
-        SignalException,
-        StoppedEarly,
-        signals_handled,
-    )
+    from regrow.workers.context import PContext
     from regrow.workers.errors import (
         ChildFailedError,
         ErrorHandler,
@@ -29,6 +24,12 @@ if TYPE_CHECKING:
     from regrow.workers.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
     from regrow.workers.multiprocess import MultiprocessContext
     from regrow.workers.numa import AffinityMode, NumaOptions, bound_cpus
+    from regrow.workers.signals import (
+        SignalException,
+        StoppedEarly,
+        raises_later,
+        signals_handled,
+    )
     from regrow.workers.start import SubprocessContext, start_processes
     from regrow.workers.worker_set import RunProcsResult, WorkerChange
 
@@ -60,9 +61,10 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     globals(),
     {
-        "context": "PContext SignalException StoppedEarly signals_handled",
+        "context": "PContext",
         "multiprocess": "MultiprocessContext",
         "numa": "AffinityMode NumaOptions bound_cpus",
+        "signals": "SignalException StoppedEarly raises_later signals_handled",
         "start": "SubprocessContext start_processes",
         "worker_set": "RunProcsResult WorkerChange",
         "errors": "ChildFailedError ErrorHandler ProcessFailure get_error_handler record",

@@ -12,21 +12,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from regrow.utils import (
-    DEFAULT_SIGNALS,
-    SIGNALS_ENV,
-    SignalInterrupt,
-    get_logger,
-    split_signals,
-    start_thread,
-)
+from regrow.utils import get_logger, start_thread
 from regrow.workers.errors import ProcessFailure
 from regrow.workers.errors.error_handler import ERROR_FILE_ENV
 from regrow.workers.errors.failures import earliest
@@ -34,6 +26,7 @@ from regrow.workers.guardian import events as guard
 from regrow.workers.guardian.client import Guardian, WorkerSetup
 from regrow.workers.logs.pump import LogPump
 from regrow.workers.logs.specs import of_rank
+from regrow.workers.signals import install_signal_handlers
 from regrow.workers.worker_set import (
     Launcher,
     Overdue,
@@ -44,8 +37,6 @@ from regrow.workers.worker_set import (
 )
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from regrow.workers.logs.relay import StderrRelay
     from regrow.workers.logs.specs import LogsSpecs
 
@@ -486,77 +477,3 @@ def validate_full_rank(mapping: Mapping[int, Any], nprocs: int, what: str) -> No
         raise RuntimeError(
             f"{what}, local rank mapping mismatch, expected: {expected}, actual: {set(mapping)}"
         )
-
-
-class SignalException(SignalInterrupt):
-    """This process received a signal that ends it; `sigval` is the signal.
-
-    The handlers that `PContext.start` installs raise it in the main thread. The code that catches
-    it closes the context with `sigval` and then ends. Under an agent, the loop raises it for a
-    signal in its inbox (`signals_into`), and `SimpleElasticAgent._run` stops the workers.
-    """
-
-    def __init__(self, msg: str, sigval: signal.Signals) -> None:
-        super().__init__(msg)
-        self.sigval = sigval
-
-
-class StoppedEarly(SignalException):
-    """All ranks of the job stopped early at the same step (`regrow.should_stop`) and succeeded.
-
-    To a program that handles SignalException, it is the end by SIGTERM that it would have been.
-
-    Args:
-        why: who asked the job to stop.
-        return_values: the return value of each worker of this node, by global rank; empty if this
-            node stood by.
-    """
-
-    def __init__(self, why: str, return_values: dict[int, Any]) -> None:
-        super().__init__(f"all ranks stopped early, by {why}", signal.SIGTERM)
-        self.why = why
-        self.return_values = return_values
-
-
-_agents = 0  # number of agents in this process that handle signals
-
-
-@contextmanager
-def signals_handled() -> Iterator[None]:
-    """Context in which an agent handles the signals; groups of workers install no handlers."""
-    global _agents
-    _agents += 1
-    try:
-        yield
-    finally:
-        _agents -= 1
-
-
-def install_signal_handlers(names: str | None) -> None:
-    """Install signal handlers that raise `SignalException` in the main thread.
-
-    Args:
-        names: comma-separated names. None reads them from the environment, unless an agent of this
-            process handles the signals. Empty installs no handler.
-    """
-    if names is None:
-        if _agents:
-            return
-        names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
-    known, unknown = split_signals(names)
-    if unknown:
-        logger.warning("ignored signals that cannot be handled: %s", ", ".join(unknown))
-    if known and threading.current_thread() is not threading.main_thread():
-        logger.warning(
-            "no signal handlers are installed, because this is not the main thread: %s will end"
-            " this process without notice to the workers, which end with it",
-            ",".join(signum.name for signum in known),
-        )
-        return
-    for signum in known:
-        signal.signal(signum, _raise_signal_exception)
-
-
-def _raise_signal_exception(signum: int, frame: FrameType | None) -> None:
-    sigval = signal.Signals(signum)
-    raise SignalException(f"Process {os.getpid()} got signal: {signum}", sigval=sigval)

@@ -132,7 +132,8 @@ class Job:
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the job's recorded events with the name `regrow.<name>`."""
         (path,) = self.log_dir.glob("*/events.jsonl")
-        events = [json.loads(line) for line in path.read_text().splitlines()]
+        whole, _, _ = path.read_text().rpartition("\n")  # the last line may still be written
+        events = [json.loads(line) for line in whole.splitlines()]
         return [event for event in events if event["name"] == f"regrow.{name}"]
 
     def await_event(
