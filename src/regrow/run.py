@@ -25,13 +25,21 @@ import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from regrow.agent.attempt.environment import own_device
 from regrow.cli import ABOUT_THE_JOB, VERBOSE, Console, Speaker, build_parser, origin, say
 from regrow.cli.args import checks
 from regrow.launch import LaunchConfig, elastic_launch, is_placed
-from regrow.utils import begin_time_stamps, get_logger, macros, quieten, split_signals
+from regrow.utils import (
+    begin_time_stamps,
+    get_logger,
+    macros,
+    quieten,
+    split_signals,
+    stamped,
+)
 from regrow.utils.logging import stamped_lines
 from regrow.workers import DefaultLogsSpecs
 from regrow.workers.errors import record
@@ -261,7 +269,7 @@ def _complete(args: Namespace) -> None:
         if not speaker.speaks:
             quieten(ABOUT_THE_JOB)
         elif note:
-            say(sys.stderr, f"regrow: {note}")
+            say(sys.stderr, stamped(f"regrow: {note}"))
     # A job of one node needs no address.
     alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (alone and parse_min_max_nnodes(args.nnodes)[1] == 1):
@@ -351,6 +359,7 @@ def launch_checked(
     begin_time_stamps(None)
     with _mistakes_of(prog):
         namespace = parse(args)
+    begin_time_stamps(monotonic())  # until the job has started, the time since the command did
     with stamped_lines(), _mistakes_of(prog, namespace):
         _refuse(checks.script_fault(namespace, os.environ, os.getcwd()))
         _refuse(checks.number_fault(namespace))
@@ -359,10 +368,10 @@ def launch_checked(
         config, entrypoint, arguments = config_from_args(namespace)
         if isinstance(config.logs_specs, DefaultLogsSpecs) and config.run_id:
             config.logs_specs.run_log_dir(config.run_id)
-    known, unknown = split_signals(config.signals_to_handle)
-    config.signals_to_handle = ",".join(signum.name for signum in known)
-    if unknown:
-        logger.warning("--signals-to-handle: %s cannot be handled here", ", ".join(unknown))
+        known, unknown = split_signals(config.signals_to_handle)
+        config.signals_to_handle = ",".join(signum.name for signum in known)
+        if unknown:
+            logger.warning("--signals-to-handle: %s cannot be handled here", ", ".join(unknown))
     console = _console(config)
     try:
         _launch(config, entrypoint, arguments, console)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.stories import without_times
 from regrow import run
 from regrow.cli import main
 from regrow.launch import LaunchConfig
@@ -23,7 +24,7 @@ class Started:
         self.configs: list[LaunchConfig] = []
 
     def __call__(self, environment: str, flags: str, **variables: str) -> str:
-        """Run the command in a recorded environment; return its output."""
+        """Run the command in a recorded environment; return its output without times."""
         lines = (ENVIRONMENTS / f"{environment}.env").read_text().splitlines()
         with self._monkeypatch.context() as patch:
             for line in lines:
@@ -32,7 +33,7 @@ class Started:
             for name, value in variables.items():
                 patch.setenv(name, value)
             self.code = main(["run", *flags.split(), "train.py"])
-        return self._capfd.readouterr().err
+        return without_times(self._capfd.readouterr().err)
 
     @property
     def config(self) -> LaunchConfig:
@@ -65,7 +66,7 @@ def started(
 
 def test_a_task_of_slurm_needs_no_flag_and_prints_its_placement(started: Started) -> None:
     output = started("slurm22-step-of-4", "", REGROW_VERBOSE="1")
-    assert output == f"regrow: 4 nodes, node rank 2, endpoints {THREE} from Slurm step 1.0\n"
+    assert output == f"regrow: 4 nodes, node rank 2, endpoints {THREE} from Slurm step 1.0"
     assert (started.config.min_nodes, started.config.max_nodes) == (4, 4)
     assert started.meeting == ("c10d", THREE, 2)
     assert started.config.run_id == "slurm-1.0"
@@ -84,7 +85,7 @@ def test_of_agents_with_a_common_output_only_the_first_prints_its_placement(
 ) -> None:
     first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}
     output = started("slurm22-step-of-4", "", **first)
-    assert output == f"regrow: 4 nodes, node rank 0, endpoints {THREE} from Slurm step 1.0\n"
+    assert output == f"regrow: 4 nodes, node rank 0, endpoints {THREE} from Slurm step 1.0"
     assert started("slurm22-step-of-4", "") == ""
 
 
@@ -95,7 +96,7 @@ def test_a_pod_takes_from_variables_what_its_scheduler_does_not_provide(started:
     )
     assert started.config.min_nodes == 4
     output = started("kubernetes-indexed-job", "", PET_NNODES="3", PET_RDZV_ENDPOINT="job-0.svc")
-    assert output == "regrow: node rank 2 from Kubernetes Job example-job\n"
+    assert output == "regrow: node rank 2 from Kubernetes Job example-job"
     assert started.meeting == ("c10d", "job-0.svc", 2)
 
 
@@ -192,5 +193,5 @@ def test_a_missing_value_is_requested_in_one_line(
     output = started(environment, flags)
     assert started.code == 2
     assert words in output
-    assert output.count("\n") == 1
+    assert len(output.splitlines()) == 1
     assert not started.configs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -264,6 +265,21 @@ def test_a_log_handler_that_exits_ends_the_program_and_no_thread_of_regrow(
     with pytest.raises(SystemExit):
         log.error("rank 3 is lost")
     log.removeHandler(exits)
+
+
+def test_only_lines_of_regrow_have_the_time_in_a_program_without_logging(tmp_path: Path) -> None:
+    program = """
+import logging
+from regrow.utils import get_logger
+get_logger("regrow.tests.worker").warning("rank 3 is lost")
+logging.getLogger("their").warning("a line of theirs")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    ours, theirs = ended.stderr.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d regrow: rank 3 is lost", ours)
+    assert theirs == "a line of theirs"
 
 
 def test_a_signal_that_interrupts_the_logging_is_not_lost() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -116,8 +117,22 @@ def _set_level(logger: logging.Logger) -> None:
     logger.setLevel(logging.ERROR if is_quiet else level_from_env(get_log_level()))
 
 
+class OwnLines(logging.Formatter):
+    """Formats lines on stderr of a program that has configured no logging: those of regrow.
+
+    They have the time of day and regrow's name at their start. Other lines stay as they are.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        text = super().format(record)
+        if not record.name.startswith("regrow."):
+            return text
+        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} regrow: {text}"
+
+
 class StampedFormatter(logging.Formatter):
-    """Formats the lines on stderr of a program that has configured no logging."""
+    """Formats the lines on stderr of `regrow run`, if no logging is configured there."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the text of a record, with the time; a line of regrow has its name."""
@@ -127,7 +142,7 @@ class StampedFormatter(logging.Formatter):
 
 @contextmanager
 def stamped_lines() -> Iterator[None]:
-    """Context in which the lines of loggers without a handler have the time at their start."""
+    """Context in which all lines of loggers without a handler have the time at their start."""
     handler = logging.lastResort
     if handler is None:
         yield
@@ -143,8 +158,12 @@ def stamped_lines() -> Iterator[None]:
 def guard(logger: logging.Logger) -> logging.Logger:
     """Return the logger, protected from exceptions of the user's logging.
 
-    An exception is written to stderr with the lost line, and the caller continues.
+    An exception is written to stderr with the lost line, and the caller continues. Without a
+    handler of the user, regrow's lines have the time (`OwnLines`).
     """
+    last = logging.lastResort
+    if last is not None and last.formatter is None:
+        last.setFormatter(OwnLines())
     if not isinstance(logger, _Guarded):
         with suppress(TypeError):  # a class of loggers with __slots__ keeps its loggers
             logger.__class__ = _guarded(type(logger))  # type: ignore[arg-type]
