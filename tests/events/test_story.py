@@ -158,6 +158,14 @@ def test_the_story_names_the_failures_before_the_one_in_the_report() -> None:
     assert "(pid 7) exited with code 1: late\n" in of_another
 
 
+def test_the_story_below_a_report_says_raised_of_a_worker_that_was_stopped_after_it() -> None:
+    root = raised(0, 101.0, "ValueError: bad", pid=7, exit_code=-15, signal="SIGTERM", stopped=True)
+    lines = [*recovered()[:4], root, *recovered()[5:]]
+    text = without_times(after_report(story(lines), 1, 7).render(115))
+    assert "rank 1 on host foo (pid 7) raised its exception (reported above)\n" in text
+    assert "SIGTERM" not in text
+
+
 def test_a_long_path_stays_on_the_line_of_its_label() -> None:
     path = "/logs/" + "x" * 100 + "/error.json"
     lines = [*recovered()[:4], failed(0, 110.0, error_file=path), *recovered()[5:]]

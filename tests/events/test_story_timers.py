@@ -100,9 +100,12 @@ def test_ranks_that_were_reaped_together_are_one_failure() -> None:
     other: dict[str, Any] = {"rank": 2, "pid": 43, "message": MESSAGE.replace("load", "recv")}
     second = failed(**other, root_cause=False, failed_monotonic=110.001, traceback=None)
     lines = rendered(expired(), expired(110.013, worker_pid=43, **other), failed(), second)
-    assert sum("hung" in each for each in lines) == 1
+    assert sum("hung: " in each for each in lines) == 1
     (other_rank,) = (each for each in lines if each.startswith("    then also"))
-    assert " rank 2 on host foo (pid 43) was killed by SIGKILL: timer step of 2 s" in other_rank
+    assert (
+        " rank 2 on host foo (pid 43) hung and was killed by SIGKILL: timer step of 2 s"
+        in other_rank
+    )
     assert other_rank.endswith(", 1.0 ms later")
 
 
@@ -143,7 +146,7 @@ def test_a_failure_of_something_else_is_not_blamed_on_a_timer() -> None:
 def test_a_hang_on_another_node_is_shown_by_its_message() -> None:
     away = failed(host="bar", told_monotonic=110.03, told_host="foo", failed_monotonic=None)
     assert any(
-        each.endswith(f"rank 1 on host bar (pid 42) was killed by SIGKILL: {MESSAGE}")
+        each.endswith(f"rank 1 on host bar (pid 42) hung and was killed by SIGKILL: {MESSAGE}")
         for each in rendered(away)
     )
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from regrow.workers.errors import ProcessFailure
 from regrow.workers.group import GroupState, WorkerEnd
 from regrow.workers.worker_set import collect_results
@@ -22,6 +24,15 @@ def result(
     returned: dict[int, Any] | None = None,
 ) -> tuple[dict[int, Any], set[int]]:
     """Return the values and the failed ranks of a group, which was stopped at 6.0 if one failed."""
+    values, failures = collected(*ends, files=files, returned=returned)
+    return values, set(failures)
+
+
+def collected(
+    *ends: WorkerEnd | None,
+    files: dict[int, Path] | None = None,
+    returned: dict[int, Any] | None = None,
+) -> tuple[dict[int, Any], dict[int, ProcessFailure]]:
     known = {rank: end for rank, end in enumerate(ends) if end is not None}
 
     def failure(rank: int) -> ProcessFailure:
@@ -29,15 +40,14 @@ def result(
         return ProcessFailure(rank, 1, end.code, path, exited_monotonic=end.at)
 
     group = GroupState(len(ends), known, stopped_at=6.0 if FAILED in ends else None)
-    values, failures = collect_results(
+    return collect_results(
         group, failure, lambda ranks: dict.fromkeys(ranks) if returned is None else returned
     )
-    return values, set(failures)
 
 
-def error_file(folder: Path, at: float) -> Path:
+def error_file(folder: Path, at: float, stack: str = "") -> Path:
     path = folder / "error.json"
-    extra = {"py_callstack": "", "timestamp": "1", "monotonic": at}
+    extra = {"py_callstack": stack, "timestamp": "1", "monotonic": at}
     path.write_text(json.dumps({"message": {"message": "boom", "extraInfo": extra}}))
     return path
 
@@ -52,6 +62,30 @@ def test_a_group_with_a_failure_returns_nothing_and_stopped_workers_have_not_fai
 
 def test_a_worker_with_an_exception_before_the_stop_has_failed(tmp_path: Path) -> None:
     assert result(FAILED, STOPPED, files={1: error_file(tmp_path, 4.0)}) == ({}, {0, 1})
+
+
+@pytest.mark.parametrize(
+    ("stack", "code", "was_stopped"),
+    [
+        ("Traceback (most recent call last):\nValueError: boom", -15, True),
+        ("Traceback (most recent call last):\nValueError: boom", -9, True),
+        ("Traceback (most recent call last):\nValueError: boom", -11, False),
+        ("Traceback (most recent call last):\nValueError: boom", 1, False),
+        (
+            "timer step of 1 s was exceeded by 3 ms\nMain thread (most recent call first):",
+            -15,
+            False,
+        ),
+    ],
+    ids=["stopped", "killed", "it crashed", "it ended by itself", "it hung"],
+)
+def test_a_worker_was_stopped_if_the_stop_ended_it_after_its_exception(
+    tmp_path: Path, stack: str, code: int, was_stopped: bool
+) -> None:
+    file = error_file(tmp_path, 4.0, stack)
+    _, failures = collected(FAILED, WorkerEnd(code, 9.0, "stopped"), files={1: file})
+    assert failures[1].was_stopped == was_stopped
+    assert not failures[0].was_stopped
 
 
 def test_a_worker_with_an_exception_after_the_stop_has_not_failed(tmp_path: Path) -> None:

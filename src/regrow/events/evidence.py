@@ -6,6 +6,7 @@ Every field of an event may be missing or have another type. Such a field counts
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -110,9 +111,15 @@ def describe_failure(event: Record) -> str:
         return f"raised {detail}"
     if signal is not None:
         how = f"was killed by {signal}"
+        if _HUNG.match(detail):
+            how = f"hung and {how}"
     else:
         how = "failed" if code is None else f"exited with code {code}"
     return f"{how}: {detail}" if detail else how
+
+
+_HUNG = re.compile(r"timer .+ was exceeded by [\d.]+ ms; |no heartbeat for [\d.]+ s: ")
+"""The start of the message of a worker whose timer or heartbeat expired."""
 
 
 def stopped_with(event: Record) -> str | None:

@@ -85,6 +85,8 @@ def after_report(story: Story, rank: int, pid: int) -> Story:
     if (last.rank, last.pid) != (rank, pid) or last.timer is not None:
         return story
     how = describe_failure({"exit_code": last.exit_code, "signal": last.signal})
+    if last.cause == "exception" and last.signal:  # the agent stopped it after its exception
+        how = "raised its exception"
     last = replace(last, what=f"{how} (reported above)", error_file=None)
     return replace(story, failures=(*earlier, last))
 

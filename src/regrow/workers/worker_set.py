@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
-from regrow.utils import get_logger, to_json
+from regrow.utils import DEFAULT_SIGNALS, get_logger, split_signals, to_json
 from regrow.workers.errors import ProcessFailure
 from regrow.workers.group import EndKind, GroupState, WorkerEnd, ended, given_up, replaced
 from regrow.workers.guardian import events as guard
@@ -27,6 +27,8 @@ from regrow.workers.guardian.client import Guardian, WorkerSetup
 
 logger = get_logger(__name__)
 
+#: Signals with which an agent stops workers: those that it handles, and SIGKILL.
+_STOPS = {signal.SIGKILL, *split_signals(DEFAULT_SIGNALS)[0]}
 #: Exit code of a process that could not be started, as of a shell's command that is not found.
 _NOT_STARTED = 127
 #: Message for a worker that failed although it exited with 0.
@@ -446,7 +448,7 @@ def collect_results(
             and found.failed_monotonic < group.stopped_at
         )
         if end.outcome == "failed" or lingered:
-            found.was_stopped = lingered
+            found.was_stopped = lingered and _raised_and_was_stopped(found)
             failures[rank] = found
     if failures:
         return {}, failures
@@ -454,3 +456,12 @@ def collect_results(
     values = return_values(completed)
     failures = {rank: failure(rank) for rank in completed if rank not in values}
     return {} if failures else values, failures
+
+
+def _raised_and_was_stopped(failure: ProcessFailure) -> bool:
+    """Return whether the stop ended the process, and its error file holds an exception.
+
+    A hang and a missing heartbeat leave a file with a stack. A process may also crash as it ends.
+    """
+    is_exception = "Traceback (most recent call last):" in (failure.traceback or "")
+    return is_exception and -failure.exitcode in _STOPS

@@ -21,6 +21,7 @@ and the places are missing.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -142,8 +143,10 @@ class TimerReports(Feature):
             self._report_stall(found, found.stalled)
             return
         self._job.recorder.emit("regrow.timer.expired", **hang.event(found))
-        log = logger.error if found.signum > 0 else logger.warning
-        log("%s", hang.announcement(found))
+        level = logging.ERROR if found.signum > 0 else logging.WARNING
+        if found.signum == signal.SIGKILL and found.is_worker:
+            level = logging.INFO  # the line of the failure follows, and has the same facts
+        logger.log(level, "%s", hang.announcement(found))
 
     def _report_stall(self, found: Hang, text: str) -> None:
         """Report training without progress on a worker that still sends heartbeats."""
@@ -210,8 +213,7 @@ class TimerReports(Feature):
         self._job.recorder.emit(
             "regrow.timer.compared", attempt=attempt, ranks=sorted(places), compared=lines
         )
-        for line in lines:
-            logger.warning("a worker hung; of %d ranks compared, %s", len(places), line)
+        logger.warning("a worker hung; of %d ranks, %s", len(places), "; ".join(lines))
 
     def evidence(self) -> dict[str, Any]:
         """See base class: add the places of this node's workers, if a worker of this node hung."""
