@@ -99,7 +99,8 @@ def test_the_timer_of_a_failure_is_not_repeated() -> None:
 def test_ranks_that_were_reaped_together_are_one_failure() -> None:
     other: dict[str, Any] = {"rank": 2, "pid": 43, "message": MESSAGE.replace("load", "recv")}
     second = failed(**other, root_cause=False, failed_monotonic=110.001, traceback=None)
-    lines = rendered(expired(), expired(110.013, worker_pid=43, **other), failed(), second)
+    events = expired(), expired(110.013, worker_pid=43, **other), failed(), second
+    lines = rendered(*events, width=300)
     assert sum("hung: " in each for each in lines) == 1
     (other_rank,) = (each for each in lines if each.startswith("    then also"))
     assert (
