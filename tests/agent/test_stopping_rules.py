@@ -195,6 +195,15 @@ def test_all_nodes_name_the_same_hosts_that_were_asked(
     assert decide(reports, None, final=True) == StopAt(6, asked)
 
 
+@pytest.mark.parametrize("min_nodes", [None, 1])
+def test_all_hosts_tell_the_same_text_also_if_it_is_long(min_nodes: int | None) -> None:
+    hosts = [f"{n}{'h' * 62} (fd00:0:0:0:0:0:0:{n})" for n in range(1, 7)]
+    reports = [notified(host) for host in hosts]
+    verdict = decide([*reports, report()], min_nodes, final=True)
+    assert verdict is not None
+    assert decode_verdict(encode_verdict(verdict)) == verdict
+
+
 def test_the_hosts_that_leave_are_named() -> None:
     some = [report(), report(), notified("c (10.0.0.3)")]
     assert decide(some, 1, final=True) == Leave("host c (10.0.0.3) leaves")

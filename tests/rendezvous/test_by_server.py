@@ -297,7 +297,7 @@ def test_a_node_that_timed_out_learns_which_nodes_are_missing(
     assert departed == ()
     a.interrupt()
     text, departed = a.explain_timeout("a", 600)
-    assert "node a waited 600 s for other nodes, and cannot name them" in text
+    assert "this host waited 600 s for other nodes, and cannot name them" in text
     assert departed == ()
 
 

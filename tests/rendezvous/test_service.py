@@ -461,7 +461,7 @@ def test_a_node_that_timed_out_learns_which_nodes_are_missing() -> None:
         server.ask("a", messages.encode(messages.ExplainRequest("job", "a", 600.0)))
     )
     assert isinstance(answer, messages.ExplainReply)
-    assert "node a waited 600 s for round 1, which has 1 of at least 3 nodes: a" in answer.text
+    assert "host a waited 600 s for round 1, which has 1 of at least 3 nodes: a" in answer.text
     question = messages.encode(messages.ExplainRequest("no job", "a", 600.0))
     assert "does not know the job 'no job'" in server.problem("a", question)
 

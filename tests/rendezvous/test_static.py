@@ -24,7 +24,7 @@ from regrow.rendezvous import (
 from regrow.rendezvous.backends.static import StaticTCPRendezvous
 from regrow.rendezvous.protocol.messages import RoundEnded
 from regrow.store import StoreTimeout
-from regrow.utils import PortReservation
+from regrow.utils import PortReservation, host_of
 
 LONG = 30.0
 TOKEN = b"0123456789abcdef-shared"
@@ -190,12 +190,12 @@ def test_a_node_that_is_lost_ends_the_round_and_the_job_for_all(nodes: Nodes) ->
         assert arrived.acquire(timeout=LONG)
         assert isinstance(notifications[0], RoundEnded)
         with pytest.raises(
-            RendezvousConnectionError, match=r"cannot continue without node .*; its nodes are fixed"
+            RendezvousConnectionError, match=r"cannot continue without host .*; its nodes are fixed"
         ) as refused:
             nodes.join(handler)
-        assert notifications[0].id in str(refused.value)
+        assert f"without host {host_of(notifications[0].id)}: " in str(refused.value)
     late = nodes.node(2, size=3)
-    with pytest.raises(RendezvousConnectionError, match="cannot continue without node"):
+    with pytest.raises(RendezvousConnectionError, match="cannot continue without host"):
         nodes.join(late)
 
 

@@ -99,7 +99,8 @@ def decide(
 
 def _leaving(reports: Collection[NodeReport]) -> str:
     hosts = [report.host for report in reports if report.leaves and report.host]
-    return f"{_named(hosts, len(reports))} leave{'s' if len(hosts) == 1 else ''}" if hosts else ""
+    verb = f"leave{'s' if len(hosts) == 1 else ''}"
+    return printable(f"{_named(hosts, len(reports))} {verb}") if hosts else ""
 
 
 def _asked(reports: Collection[NodeReport]) -> str:
@@ -109,7 +110,10 @@ def _asked(reports: Collection[NodeReport]) -> str:
         if report.asked:
             hosts.setdefault(report.asked, []).extend([report.host] if report.host else [])
     nodes = len(reports)
-    return " and ".join(f"{a} on {_named(on, nodes)}" if on else a for a, on in hosts.items())
+    # All hosts say the same: the others get it as `decode_verdict` returns it.
+    return printable(
+        " and ".join(f"{a} on {_named(on, nodes)}" if on else a for a, on in hosts.items())
+    )
 
 
 def _named(hosts: Sequence[str], nodes: int) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from regrow.agent.records import shared_failure
-from regrow.timer.stacks.report import printable
+from regrow.timer.stacks.report import readable
 
 #: Maximum size in bytes of one node's places as JSON: 16 places with the longest names.
 MAX_BYTES = 16 << 10
@@ -66,7 +66,7 @@ def decode(fields: object) -> WorkerPlaces | None:
     for group in groups:
         match group:
             case [str(place), [*ranks]]:
-                shown = printable(place, _PLACE)
+                shown = readable(place, _PLACE)
                 known = (rank for rank in ranks if type(rank) is int and 0 <= rank < _RANKS)
                 places |= dict.fromkeys(known, shown)
     return WorkerPlaces(attempt, places) if places else None

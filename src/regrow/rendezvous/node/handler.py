@@ -82,7 +82,7 @@ from regrow.rendezvous.settings import (
     RendezvousTimeout,
     read_settings,
 )
-from regrow.utils import Backoff, get_logger, headline, host_of, node_id, start_thread
+from regrow.utils import Backoff, get_logger, headline, host_of, node_id, printable, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -322,8 +322,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             if is_new and isinstance(outcome, RoundClosed) and not outcome.lost:
                 raise RendezvousClosedError(
                     f"the job '{self._settings.run_id}' has ended already (host "
-                    f"{host_of(outcome.id)}: {outcome.why}): give a new job an id of its own, with "
-                    "--rdzv-id"
+                    f"{host_of(outcome.id)}: {printable(outcome.why)}): give a new job an id "
+                    "of its own, with --rdzv-id"
                 )
             is_new = False
             if outcome is None:
@@ -407,16 +407,18 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         run_id = self._settings.run_id
         if closed.lost:
             return RendezvousConnectionError(
-                f"the rendezvous '{run_id}' cannot continue without node {closed.id}: "
-                f"{closed.why}; its nodes are fixed, so no other node takes that place"
+                f"the rendezvous '{run_id}' cannot continue without host "
+                f"{host_of(closed.id)}: {printable(closed.why)}; its nodes are fixed, so no other "
+                "node takes that place"
             )
         if standby:
             return RendezvousGracefulExitError(
                 f"this node stood by until host {host_of(closed.id)} closed the rendezvous "
-                f"'{run_id}': {closed.why}"
+                f"'{run_id}': {printable(closed.why)}"
             )
         return RendezvousClosedError(
-            f"the rendezvous '{run_id}' is closed: host {host_of(closed.id)}: {closed.why}",
+            f"the rendezvous '{run_id}' is closed: host {host_of(closed.id)}: "
+            f"{printable(closed.why)}",
             report=closed.report,
             node=closed.id,
             why=closed.why,
@@ -473,7 +475,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             if connection.lost:
                 continue
             raise RendezvousTimeoutError(
-                f"node {self.id} got no verdict on the failure in round {round} of the rendezvous "
+                f"this host got no verdict on the failure in round {round} of the rendezvous "
                 f"'{self._settings.run_id}' in time: see which of its nodes is stuck"
             )
 

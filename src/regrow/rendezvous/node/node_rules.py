@@ -25,6 +25,7 @@ from regrow.rendezvous.protocol.messages import (
 )
 from regrow.rendezvous.protocol.state import departed, stopped_by
 from regrow.rendezvous.settings import DEPARTED
+from regrow.utils import host_of, printable
 
 if TYPE_CHECKING:
     from regrow.rendezvous.node.driver import Snapshot
@@ -227,7 +228,7 @@ def explain_timeout(
 
 def _timeout_text(state: Round, run_id: str, id: str, timeout: float) -> str:
     """Return the error text of a timed-out wait: its purpose, its length, and the missing nodes."""
-    waited = f"the rendezvous '{run_id}': node {id} waited {timeout:g} s for "
+    waited = f"the rendezvous '{run_id}': host {host_of(id)} waited {timeout:g} s for "
     members = len(state.members)
     if state.complete:
         return (
@@ -243,9 +244,9 @@ def _timeout_text(state: Round, run_id: str, id: str, timeout: float) -> str:
         f"nodes: {', '.join(state.members)}"
     )
     if state.awaited:
-        gone = ", ".join(sorted(state.awaited))
+        gone = ", ".join(str(host_of(id)) for id in sorted(state.awaited))
         text += f"; not back from round {state.number - 1}: {gone}"
     if state.departed:
-        gone = ", ".join(f"{node.id} ({node.why})" for node in departed(state))
+        gone = ", ".join(f"{host_of(node.id)} ({printable(node.why)})" for node in departed(state))
         text += f"; lost from round {state.number - 1}: {gone}"
     return text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from regrow.utils import host_of
+from regrow.utils import host_of, printable
 
 
 class Voter(NamedTuple):
@@ -269,7 +269,7 @@ class RoundEnded(NamedTuple):
     `NodeLeaving`."""
 
     def __str__(self) -> str:
-        return f"{'lost host' if self.lost else 'host'} {host_of(self.id)}: {self.why}"
+        return f"{'lost host' if self.lost else 'host'} {host_of(self.id)}: {printable(self.why)}"
 
 
 class Judged(NamedTuple):
@@ -306,7 +306,7 @@ class LeavingAnnounced(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return f"host {host_of(self.id)} leaves: {self.why}"
+        return f"host {host_of(self.id)} leaves: {printable(self.why)}"
 
 
 class RestartSpent(NamedTuple):

@@ -91,7 +91,7 @@ from regrow.rendezvous.protocol.messages import (
 )
 from regrow.rendezvous.protocol.ranks import assign_ranks
 from regrow.rendezvous.protocol.state import Round, digest_of, place, seated
-from regrow.utils import host_of
+from regrow.utils import host_of, printable
 
 Refusal = NodeRefused | RoundClosed
 Step = tuple[Round, Refusal | None]
@@ -166,7 +166,7 @@ def _failed(state: Round, id: str, token: int, report: str) -> Step:
     if not seated(state, id, token):
         return state, state.closed or _refuse_stale(state, id, token)
     if token == state.number and state.closed and report:
-        by = f"host {host_of(state.closed.id)}: {state.closed.why}"
+        by = f"host {host_of(state.closed.id)}: {printable(state.closed.why)}"
         return _close(state, id, f"its workers failed; no round follows, because {by}", report)
     if token == state.number and state.leaving:  # their workers end, so those of others may fail
         return _settle(_end_now(state)), None

@@ -417,7 +417,7 @@ class ServerDriver:
         try:
             reply = self._ask(messages.encode(question), messages.ExplainReply, EXPLAIN)
         except RendezvousError as error:
-            text = f"node {id} waited {timeout:g} s for other nodes, and cannot name them: {error}"
+            text = f"this host waited {timeout:g} s for other nodes, and cannot name them: {error}"
             return text, ()
         return reply.text, reply.departed
 

@@ -179,7 +179,7 @@ def where(dump: Dump) -> str:
     if dump.outcome == "stopped":
         return "stopped by a signal (SIGSTOP or a debugger)"
     if dump.outcome != "dumped":
-        note = printable(dump.note or dump.outcome, 120)
+        note = readable(dump.note or dump.outcome, 120)
         return note if note.startswith("in ") else f"{UNKNOWN}{note}"
     thread = main_thread(dump.threads)
     if thread is None:
@@ -195,7 +195,7 @@ def where(dump: Dump) -> str:
 
 def _show(frame: Frame) -> str:
     line = f":{frame.line}" if frame.line else ""
-    return f"{printable(frame.function)} ({_short(frame.file)}{line})"
+    return f"{readable(frame.function)} ({_short(frame.file)}{line})"
 
 
 def _short(file: str) -> str:
@@ -203,11 +203,11 @@ def _short(file: str) -> str:
     folder, _, name = file.rpartition("/")
     if name in ("__init__.py", "__main__.py") and folder:
         name = f"{folder.rpartition('/')[2]}/{name}"
-    return printable(name or file)
+    return readable(name or file)
 
 
-def printable(text: str, most: int = 60) -> str:
-    """Return one line of printable characters; a long line loses its middle."""
+def readable(text: str, most: int = 60) -> str:
+    """Return one line in which other characters are escaped; a long line loses its middle."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown if len(shown) <= most else f"{shown[: most // 2]}…{shown[1 - most // 2 :]}"
 
