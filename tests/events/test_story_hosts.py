@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from helpers.stories import without_times
 from regrow.events import story
 
@@ -158,6 +160,32 @@ def test_the_cost_of_a_lost_host_does_not_depend_on_local_failures() -> None:
         "    then also        rank 0 on host here (pid 7) exited with code 1",
         *COST,
     ]
+
+
+@pytest.mark.parametrize(
+    ("why", "is_shown"),
+    [
+        ("no heartbeat arrived for 6 s", False),  # the heading has it
+        ("no heartbeat arrived for 4 s", True),
+        ("no heartbeat until its lease in etcd expired", True),
+    ],
+)
+def test_the_silence_of_a_lost_host_is_told_once(why: str, is_shown: bool) -> None:
+    steps = {"0": {"first_step": 1, "first_monotonic": 101.0, "last_step": 50}}
+    steps["0"]["last_monotonic"] = 104.0
+    lines = [
+        line("job.started", -1, 90.0, bounds={"a silent host counts as lost": 10.0}),
+        line("attempt.started", 0, 100.1, world_size=2),
+        line("attempt.ended", 0, 110.3, state="STOPPED", last_steps=steps),
+        round_over(110.0, why, by_failure=False) | {"lost": True},
+        line("attempt.started", 1, 110.5, world_size=2),
+        line("job.finished", 1, 120.0, state="SUCCEEDED", restarts=0, duration_s=30.0),
+    ]
+    made = story(lines)
+    assert made.failures[0].silent_s == 6.0
+    text = without_times(made.render(110))
+    assert ("    detected after   6.0 s      (since the last step)\n" in text) == is_shown
+    assert "detecting 6.0 s" in text
 
 
 def departed(at: float, *nodes: tuple[str, int, str]) -> Line:

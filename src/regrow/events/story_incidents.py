@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from regrow.events.evidence import describe_node, short_scope
+from regrow.events.silences import without_heartbeat_s
 from regrow.utils import source_text
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def _lost_nodes(failure: Failure) -> list[str]:
 def _detected_row(failure: Failure) -> Row:
     after, silent = failure.detected_after_s, failure.silent_s
     value, note = _LATE if failure.noticed_late else _seconds(after), ""
-    if failure.is_host_lost:
+    told = without_heartbeat_s(failure.what) if failure.is_host_lost else None
+    if failure.is_host_lost and (not silent or (told and abs(silent - told) < 0.05 * told)):
         value = ""  # the heading has the silence
     elif silent and not failure.noticed_late:
         value = duration(silent + (after or 0.0))
