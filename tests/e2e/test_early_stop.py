@@ -165,6 +165,17 @@ def test_a_signal_at_all_processes_of_a_job_is_one_request(launch: Launch) -> No
     assert job.events("job.finished")[0]["state"] == "STOPPED"
 
 
+def test_sigusr1_while_workers_start_again_counts_at_their_first_call(launch: Launch) -> None:
+    quiet = LOOP.replace("step == 3", "False")  # it may stop before that step
+    job = launch("if ATTEMPT < 2: sys.exit(3)\n" + quiet, "--max-restarts=3")
+    job.await_event("job.restarting", lambda event: event["delay_s"] > 0.5)
+    job.signal(signal.SIGUSR1)
+    assert same_step(job)
+    assert job.finish() == 85, job.output
+    assert [each["why"] for each in job.events("stop.requested")] == ["SIGUSR1"]
+    assert job.output.count("SIGUSR1 has no effect before a worker calls should_stop") == 1
+
+
 def test_regrow_stop_is_named_as_the_reason_of_the_stop(launch: Launch) -> None:
     job = launch(LOOP)
     running(job)

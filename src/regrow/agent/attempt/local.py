@@ -431,13 +431,14 @@ class LocalWorkers(Feature):
             emit(
                 "regrow.inprocess.lost", **worker, exitcode=status, lost_monotonic=change.monotonic
             )
-            logger.warning(
-                "rank %s (pid %s) ended %s; the other ranks continue without it, by an in-process "
-                "restart",
-                rank,
-                pid,
-                f"by {signal_text(-status)}" if status < 0 else f"with exit code {status}",
+            how, then = (
+                f"with exit code {status}",
+                "the wrapper of the other ranks decides what follows",
             )
+            if status < 0:
+                how = f"by {signal_text(-status)}"
+                then = "the other ranks continue without it, by an in-process restart"
+            logger.warning("rank %s (pid %s) ended %s; %s", rank, pid, how, then)
             return
         signame = signal_text(status) if status else None
         emit(f"regrow.worker.{change.kind}", **worker, signal=signame)

@@ -53,6 +53,9 @@ _SAME_S: Final = 2.0
 """Seconds in which several signals are one: a scheduler may send one to each process, and a
 launcher may forward it."""
 
+_STARTED_S: Final = 0.05
+"""Seconds until a request is tried again whose workers are just being started."""
+
 logger = get_logger(__name__)
 
 
@@ -105,6 +108,7 @@ class EarlyStop(Feature):
         self._request: Request | None = None
         self._changed = threading.Condition()  # notified when a worker may use the page
         self._announced = -math.inf  # monotonic seconds: `regrow stop` announced its SIGTERM
+        self._is_asked = False  # a SIGUSR1 came while no worker called `should_stop`
         self._number = 0  # of the next request in this round
         self._watched: object = None  # identifies the request that this node waits for
         self._timers: list[threading.Timer] = []
@@ -114,7 +118,7 @@ class EarlyStop(Feature):
     def open(self) -> None:
         """See base class: the time limit begins."""
         self._request = self._limit = self._job.kill_at = None
-        self._job.stopping, self._announced = False, -math.inf
+        self._job.stopping, self._announced, self._is_asked = False, -math.inf, False
         self._page = StopPage(self._job.group.spec.local_world_size)
         if self._time_limit is not None:
             self._limit = monotonic() + self._time_limit
@@ -196,6 +200,13 @@ class EarlyStop(Feature):
         """See base class: a worker may have begun to call `should_stop`."""
         with self._changed:
             self._changed.notify_all()
+        page = self._page
+        if not self._is_asked or page is None or page.using() == 0 or self._job.leaving:
+            return
+        if self._workers_run():
+            self._job.post(partial(self.on_signal, Signaled(signal.SIGUSR1), ignored=True))
+        else:  # the attempt is just being started
+            self._post_after(_STARTED_S, self.on_wake)
 
     @contextmanager
     def notices(self, handled: Collection[signal.Signals]) -> Iterator[None]:
@@ -238,7 +249,7 @@ class EarlyStop(Feature):
 
         Args:
             event: the signal.
-            ignored: whether the signal has no effect if no worker calls `should_stop`.
+            ignored: whether the signal has no effect until a worker calls `should_stop`.
         """
         signum, now, request = event.signum, monotonic(), self._request
         is_command = signum == signal.SIGTERM and now - self._announced < _SAME_S
@@ -258,7 +269,11 @@ class EarlyStop(Feature):
         if signum in (signal.SIGTERM, signal.SIGUSR1) and self._workers_take_part():
             # SIGTERM concerns this host. SIGUSR1 is the notice of the end of an allocation.
             leaves = signum == signal.SIGTERM
+            self._is_asked = False
             return self._begin(self._here(asked), asked=asked, leaves=leaves, signaled=now)
+        if ignored and not self._is_asked:
+            self._is_asked = True
+            logger.warning("%s has no effect before a worker calls should_stop", self._here(asked))
         return None if ignored else event
 
     def _here(self, asked: str) -> str:
