@@ -42,7 +42,7 @@ train()
     phases = ["detected", "notified", "aborted", "finalized", "checked", "met", "called"]
     assert list(restarted["seconds"]) == phases
     assert sorted(restarted["seconds"].values()) == list(restarted["seconds"].values())
-    assert "in-process restart (iteration 1): rank 0: TERMINATED" in job.stderr
+    assert "in-process restart (iteration 1): rank 0 on host" in job.stderr
     assert story(read_events(job.log_dir)).in_place[0].lost == (0,)
 
 

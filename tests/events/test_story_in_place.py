@@ -41,14 +41,15 @@ def restarted(iteration: int, **fields: Any) -> Line:
 
 def test_the_faulty_rank_and_the_end_of_each_phase_are_shown() -> None:
     lines = rendered(restarted(1))
-    assert "in-process restart (iteration 1): rank 2: EXCEPTION: ValueError('x')" in lines
-    assert "called after 5.0 ms (detected 0.5 ms, notified 1.0 ms, met 4.0 ms)" in lines
+    assert "in-process restart (iteration 1): rank 2 raised an exception: ValueError('x')" in lines
+    assert "called after 5.0 ms (since the fault: detected 0.5 ms, notified 1.0 ms, met 4.0 ms)" in lines
     assert not any(line.startswith("without") for line in lines)
 
 
 def test_the_restarts_of_two_calls_with_the_same_iteration_are_both_shown() -> None:
     lines = rendered(restarted(1), restarted(1, monotonic=115.0, message="ValueError('y')"))
-    assert [line[-15:] for line in lines if "in-process restart" in line] == [
+    assert lines[0].endswith("SUCCEEDED with 2 in-process restarts")
+    assert [line[-15:] for line in lines[1:] if "in-process restart" in line] == [
         "ValueError('x')",
         "ValueError('y')",
     ]

@@ -151,7 +151,8 @@ def _restart_row(story: Story, failure: Failure) -> Row:
     if failure.restarted_attempt is not None:
         host = f"host {clean(failure.notified)}" if failure.notified else "this host"
         since = f"since {host} was notified" if failure.elsewhere else ""
-        return _restarted_row(failure, "since its detection" if failure.noticed_late else since)
+        is_later = failure.noticed_late or (failure.silent_s and not since)
+        return _restarted_row(failure, "since its detection" if is_later else since)
     value, note = "no restarts left", ""
     if story.state is None:
         value = "the log ends here"
@@ -273,15 +274,16 @@ def stalled(stall: StalledProgress) -> Block:
 
 def in_process_restart(restart: InProcessRestart) -> Block:
     """Describe a restart of the function in the same processes."""
-    who = f"rank {restart.rank}: " if restart.rank is not None else ""
+    who = _worker(restart.rank, restart.host, restart.pid) if restart.rank is not None else "a rank"
     of = f" of attempt {restart.attempt}" if restart.attempt else ""
-    what = f"{who}{clean(restart.what)}"
+    what = f"{who} {clean(restart.did)}"
     rows: list[Row] = []
     if restart.phases:
         phase, after = restart.phases[-1]
         steps = ", ".join(f"{clean(name)} {duration(s)}" for name, s in restart.phases[:-1])
         at = None if restart.at_s is None else restart.at_s + after
-        rows.append((f"{clean(phase)} after", duration(after), steps, at))
+        note = f"since the fault: {steps}" if steps else ""
+        rows.append((f"{clean(phase)} after", duration(after), note, at))
     rows += _column("replaced", [_replacement(each) for each in restart.replaced])
     rows += _column("not replaced", [clean(each) for each in restart.not_replaced])
     rows += _column("state", [_sent_state(each) for each in restart.states])

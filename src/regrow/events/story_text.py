@@ -192,11 +192,13 @@ def _outcome(story: Story, *, is_running: bool) -> str:
         count(number, noun)
         for number, noun in (
             (max(story.restarts - changes, 0), "restart"),
+            (len(story.in_place), "in-process restart"),
             (changes, "membership change"),
         )
         if number
     ]
-    restarts = f" with {' and '.join(counts)}" if counts else ""
+    *most, last = counts or [""]
+    restarts = f" with {' and '.join(filter(None, (', '.join(most), last)))}" if counts else ""
     reason = f": {clean(story.reason)}" if story.reason else ""
     code = f" (exit code {story.exit_code})" if story.exit_code else ""
     if story.state is None and is_running:

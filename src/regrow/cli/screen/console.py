@@ -104,7 +104,12 @@ EVENTFUL = frozenset(
 )
 """Events after which the job's story is printed at the end."""
 
-_FAILED = ("regrow.worker.failed", "regrow.round.departed")
+_FAILED = (
+    "regrow.worker.failed",
+    "regrow.round.departed",
+    "regrow.inprocess.restarted",
+    "regrow.worker.vacated",
+)
 """Events of a failure, for which `regrow explain` has a page; so are those with `lost: true`."""
 
 _Numbered = tuple[int, dict[str, Any]]
