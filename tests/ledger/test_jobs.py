@@ -427,7 +427,7 @@ def test_in_process_restarts_of_injected_faults_are_kept_apart_with_the_steps_do
     restarted(20, 0, injected="raise")
     restarted(30, 2)
     log.add(39, "inprocess.lost", rank=0, injected="kill")
-    restarted(40, 5)  # the process had ended too long before, so the event has no field `injected`
+    restarted(40, 5, kind="TERMINATED")  # the process had ended too long before, so the event has no field `injected`
     account: Event = {"since_monotonic": 90.0, "highest_step": 10}
     account |= {"seconds": {"steps": 10.0, "repeated_steps": 14.0, "restart": 14.0}}
     log.end(50, "SUCCEEDED", **account, counts={"steps": 10, "repeated_steps": 7})
@@ -494,10 +494,12 @@ def test_an_in_process_restart_follows_from_an_injected_fault_on_another_host(
     end: str, more_s: float
 ) -> None:
     first, faulty = Log().start(0, world_size=2), Log(rank=1).start(0, world_size=2)
-    faulty.add(19, end, rank=1, injected="raise")
-    phases = {"detected": 0.5, "met": 1.5, "called": 2.0}
-    first.add(20, "inprocess.restarted", rank=1, seconds=phases, repeated_steps=0)
-    first.add(30, "inprocess.restarted", rank=1, seconds=phases, repeated_steps=2)
+    faulty.add(19, end, rank=1, iteration=0, injected="raise")
+    kind = "EXCEPTION" if end == "inprocess.raised" else "TERMINATED"
+    fields: Event = {"rank": 1, "seconds": {"detected": 0.5, "met": 1.5, "called": 2.0}}
+    first.add(20, "inprocess.restarted", **fields, kind=kind, iteration=1, repeated_steps=0)
+    fields |= {"kind": "EXCEPTION", "iteration": 2, "repeated_steps": 2}
+    first.add(30, "inprocess.restarted", **fields)
     account: Event = {"since_monotonic": 90.0, "highest_step": 10}
     account |= {"seconds": {"steps": 10.0, "repeated_steps": 14.0, "restart": 14.0}}
     first.end(50, "SUCCEEDED", **account, counts={"steps": 10, "repeated_steps": 7})
@@ -506,6 +508,26 @@ def test_an_in_process_restart_follows_from_an_injected_fault_on_another_host(
     faulty.events = since_boot(faulty.events, more_s)
     # The first restart of 2 s, on two workers, and 2 of the 7 steps, at 2 s each. Not the second.
     assert only(first, faulty).injected_seconds == pytest.approx(2 * 2 + 2 * 2)
+
+
+@pytest.mark.parametrize("ahead_s", [-5.0, 0.0, 0.6, 5.0])
+@pytest.mark.parametrize(
+    ("end", "kind"), [("inprocess.raised", "EXCEPTION"), ("inprocess.lost", "TERMINATED")]
+)
+def test_an_injected_fault_counts_for_its_own_restart_although_the_clocks_differ(
+    end: str, kind: str, ahead_s: float
+) -> None:
+    first, faulty = Log().start(0, world_size=2), Log(rank=1, wall=1000 + ahead_s)
+    faulty.start(0, world_size=2).add(19.5, end, rank=1, iteration=0, injected="raise")
+    fields: Event = {"rank": 1, "iteration": 1, "kind": kind, "repeated_steps": 0}
+    first.add(20, "inprocess.restarted", **fields, seconds={"called": 0.4})
+    faulty.add(91.5, end, rank=1, iteration=1)
+    fields["iteration"] = 2
+    first.add(100, "inprocess.restarted", **fields, seconds={"called": 8.0})
+    first.end(150, "SUCCEEDED").finish(150, "SUCCEEDED")
+    faulty.add(150, "chaos.injected").end(150, "SUCCEEDED").finish(150, "SUCCEEDED")
+    # The first restart of 0.4 s, on two workers. The second one followed from another fault.
+    assert only(first, faulty).injected_seconds == pytest.approx(0.4 * 2)
 
 
 def test_the_steps_done_again_end_at_the_next_restart_also_if_another_host_records_it() -> None:

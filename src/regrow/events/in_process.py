@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -48,11 +48,11 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
     Args:
         named: returns the events with a name, in order of time.
     """
-    replaced = {key: deque(all) for key, all in _by(_RANK, named(_REPLACED)).items()}
-    vacated = _by(_PROCESS, named(_VACATED))
-    ends = _by(_RANK, [*named(_VACATED), *named("regrow.inprocess.lost")])
-    refused = _by(_RANK, named("regrow.worker.not_replaced"))
-    sent = _by(_ITERATION, named("regrow.state.sent"))
+    replaced = {key: deque(all) for key, all in by_fields(_RANK, named(_REPLACED)).items()}
+    vacated = by_fields(_PROCESS, named(_VACATED))
+    ends = by_fields(_RANK, [*named(_VACATED), *named("regrow.inprocess.lost")])
+    refused = by_fields(_RANK, named("regrow.worker.not_replaced"))
+    sent = by_fields(_ITERATION, named("regrow.state.sent"))
     restarts = []
     for event in named(_IN_PROCESS):
         origins = event.get("origins")
@@ -84,7 +84,7 @@ _PROCESS = ("attempt", "rank", "incarnation")
 _Index = Mapping[tuple[int | None, ...], list[Record]]
 
 
-def _by(fields: tuple[str, ...], events: list[Record]) -> _Index:
+def by_fields(fields: tuple[str, ...], events: Iterable[Record]) -> _Index:
     """Return events by the values of some fields; a long job has many of them."""
     found: dict[tuple[int | None, ...], list[Record]] = {}
     for event in events:
@@ -146,9 +146,12 @@ def end_of(kind: str | None, at: float | None, ends: Sequence[Record]) -> Record
         at: monotonic seconds of the fault.
         ends: how the processes of the rank ended.
     """
-    if at is None or kind not in _ENDING:
-        return {}
-    near = [(abs(time - at), e) for e in ends if (time := real(e, "monotonic")) is not None]
+    return nearest(at, ends) if at is not None and kind in _ENDING else {}
+
+
+def nearest(at: float, events: Sequence[Record]) -> Record:
+    """Return the event nearest to a time on its clock; empty if all are `NEAR_S` away or more."""
+    near = [(abs(time - at), e) for e in events if (time := real(e, "monotonic")) is not None]
     distance, event = min(near, key=lambda each: each[0], default=(NEAR_S, {}))
     return event if distance < NEAR_S else {}
 

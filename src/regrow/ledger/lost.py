@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from regrow.events.evidence import Record, integer, real, text
-from regrow.events.in_process import silent_s
+from regrow.events.in_process import by_fields, end_of, nearest, silent_s
 from regrow.events.runs import Run
 from regrow.ledger import buckets
 from regrow.ledger.attempts import NodeAttempt
@@ -168,9 +168,9 @@ def injected_s(
 
 
 _INJECTED, _FAILED = "regrow.chaos.injected", "regrow.worker.failed"
-_RESTARTED = "regrow.inprocess.restarted"
-_FAULTS = ("regrow.inprocess.raised", "regrow.inprocess.lost", "regrow.worker.vacated")
-"""Events of the faults that an in-process restart handles, on the hosts of their ranks."""
+_RESTARTED, _RAISED = "regrow.inprocess.restarted", "regrow.inprocess.raised"
+_ENDS = ("regrow.inprocess.lost", "regrow.worker.vacated")
+"""Events of the processes whose end an in-process restart handles, on the hosts of their ranks."""
 _OVER = ("regrow.round.ended", "regrow.round.judged")
 _OF_THE_LINK = ("cut", "delay")
 _AFTER_S = 60.0  # as in the agent, which marks the failures of workers
@@ -191,6 +191,9 @@ class _Attempt:
                 if text(event, "name") in names:
                     time = real(event, at)
                     yield (attempt.end if time is None else time) + run.offset, event
+
+    def _on_one_clock(self, *names: str) -> Iterator[Record]:
+        return ({**event, "monotonic": at} for at, event in self.events(*names))
 
     @property
     def world_size(self) -> int:
@@ -235,16 +238,20 @@ class _Attempt:
         return None
 
     def in_process_s(self) -> float:
-        """Return what the in-process restarts cost that followed from injected faults."""
-        faulty: set[int | None] = set()  # ranks with an injected fault since the last restart
+        """Return what the in-process restarts cost that followed from injected faults.
+
+        A fault belongs to the restart after its call, or nearest to the end of its process. The
+        order of the times does not decide, because the clocks of two hosts differ.
+        """
+        raised = by_fields(("rank", "iteration"), self._on_one_clock(_RAISED))
+        ends = by_fields(("rank",), self._on_one_clock(*_ENDS))
         restarts: list[tuple[Record, bool]] = []
-        for _, event in sorted(self.events(_RESTARTED, *_FAULTS), key=itemgetter(0)):
-            is_injected = text(event, "injected") is not None
-            if text(event, "name") == _RESTARTED:
-                restarts.append((event, is_injected or integer(event, "rank") in faulty))
-                faulty.clear()
-            elif is_injected:
-                faulty.add(integer(event, "rank"))
+        for at, event in sorted(self.events(_RESTARTED), key=itemgetter(0)):
+            rank, before = integer(event, "rank"), (integer(event, "iteration") or 0) - 1
+            begin = at - _phases_s(event)
+            ended = end_of(text(event, "kind"), begin, ends.get((rank,), ()))
+            causes = event, ended, nearest(begin, raised.get((rank, before), ()))
+            restarts.append((event, any(text(each, "injected") for each in causes)))
         found, step_s, end = 0.0, self.step_s, {"repeated_steps": self.redone_steps}
         for (event, follows), (later, _) in pairwise([*restarts, (end, False)]):
             if follows:
@@ -263,6 +270,11 @@ def _as_a_cause(failure: tuple[float, Record]) -> tuple[bool, bool, float]:
 
 def _length_s(restart: Record) -> float:
     """Return how long an in-process restart lasted, with the silence before a time-out."""
+    return silent_s(restart) + _phases_s(restart)
+
+
+def _phases_s(restart: Record) -> float:
+    """Return how long the phases of an in-process restart lasted."""
     seconds = restart.get("seconds")
     known = seconds if isinstance(seconds, Mapping) else {}
-    return silent_s(restart) + max([0.0, *(real(known, phase) or 0.0 for phase in known)])
+    return max([0.0, *(real(known, phase) or 0.0 for phase in known)])
