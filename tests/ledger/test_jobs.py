@@ -544,6 +544,25 @@ def test_the_steps_done_again_end_at_the_next_restart_also_if_another_host_recor
     assert only(first, second).injected_seconds == pytest.approx(2 * 2 + 2 * 4)
 
 
+@pytest.mark.parametrize("is_first_log", [True, False])
+def test_the_steps_done_again_after_a_failure_end_at_the_earliest_restart(
+    is_first_log: bool,
+) -> None:
+    log, other = killed(injected=True), Log(rank=1).start(0).end(15, "FAILED").start(20)
+    other.end(34, "SUCCEEDED", opened_monotonic=84.0, since_monotonic=84.0, seconds={}, counts={})
+    logs = [log, other.finish(34, "SUCCEEDED")]
+    without = only(*logs).injected_seconds
+    for each, at, steps in ((log, 31, 5), (other, 25, 2)):
+        *before, ended, finished = each.events
+        each.events = before
+        each.add(at, "inprocess.restarted", rank=0, repeated_steps=steps)
+        each.events += [ended, finished]
+    # 3 of the 5 s in which the first host did steps again are of the in-process restarts.
+    found = only(*(logs if is_first_log else reversed(logs))).injected_seconds
+    assert without == pytest.approx(38)
+    assert found == pytest.approx(38 - 3)
+
+
 class Counted(dict[str, float]):
     """Seconds by bucket; counts the look-ups of steps that were done again."""
 

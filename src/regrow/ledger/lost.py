@@ -214,11 +214,12 @@ class _Attempt:
     @property
     def first_redone_s(self) -> float:
         """Most seconds in which a worker did steps again before the first in-process restart."""
-        for _, first in self.events(_RESTARTED):
-            workers = {(s.log, s.local_rank) for s in self.spans if buckets.REDONE in s.seconds}
-            steps = max(integer(first, "repeated_steps") or 0, 0)
-            return steps * self.step_s / max(len(workers), 1)
-        return math.inf
+        _, first = min(self.events(_RESTARTED), key=itemgetter(0), default=(0.0, None))
+        if first is None:
+            return math.inf
+        workers = {(s.log, s.local_rank) for s in self.spans if buckets.REDONE in s.seconds}
+        steps = max(integer(first, "repeated_steps") or 0, 0)
+        return steps * self.step_s / max(len(workers), 1)
 
     def injected_at(self) -> float | None:
         """Return when the fault was injected that ended the attempt; None if none did."""
