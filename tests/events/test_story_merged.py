@@ -237,8 +237,8 @@ def test_the_hosts_of_each_run_are_merged(tmp_path: Path) -> None:
     assert out.getvalue() == f"{first}\n\n{second}\n"
 
 
-@pytest.mark.parametrize("skew", [300.0, -300.0])
-def test_hosts_of_one_round_have_one_story_although_their_clocks_do_not_overlap(
+@pytest.mark.parametrize("skew", [300.0, -300.0, 99.0, 101.0, -99.0])
+def test_hosts_of_one_round_have_one_story_although_their_clocks_differ(
     tmp_path: Path, skew: float
 ) -> None:
     hosts = [ONE, Host("node2", 90_000.0, fast=skew)]

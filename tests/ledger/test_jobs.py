@@ -305,6 +305,53 @@ def test_two_hosts_are_added_up_and_a_late_one_repeats_steps_of_the_other() -> N
     assert (ledger.workers, ledger.attempts, ledger.sessions) == (2, 2, 1)
 
 
+def requeued_on_two_hosts(ahead_s: float) -> dict[str, list[Event]]:
+    """Return the logs of two runs on two hosts, 100 s apart; rank 1 fails in each."""
+    logs: dict[str, list[Event]] = {}
+    for begin in (0, 100):
+        nodes = [f"10.0.0.{rank}/{begin}/ab/host{rank}" for rank in (0, 1)]
+        for rank in (0, 1):
+            log = Log(wall=1000 + begin + ahead_s * rank, rank=rank)
+            log.add(0, "rendezvous.completed", first_ranks=nodes).start(0, world_size=2)
+            fields: Event = {"failed_monotonic": 63.5, "detected_monotonic": 64.0}
+            if rank == 1:
+                log.add(14, "worker.failed", rank=1, exit_code=1, root_cause=True, **fields)
+            logs[f"{begin} {rank}"] = log.end(15, "FAILED").finish(16, "FAILED").events
+    return logs
+
+
+@pytest.mark.parametrize("ahead_s", [99.0, 101.0, 300.0, -99.0, -300.0])
+def test_the_hosts_of_a_round_are_one_session_although_their_clocks_differ(ahead_s: float) -> None:
+    logs, expected = requeued_on_two_hosts(ahead_s), requeued_on_two_hosts(0)
+    (ledger,), (of_equal_clocks,) = build_ledgers(logs), build_ledgers(expected)
+    assert (ledger.sessions, ledger.attempts, ledger.workers) == (2, 2, 2)
+    own, others = seconds(ledger), seconds(of_equal_clocks)
+    assert own.pop("waiting_for_scheduler", 0.0) <= others.pop("waiting_for_scheduler")
+    assert own == others
+
+
+@pytest.mark.parametrize("ahead_s", [99.0, 101.0, 300.0, -99.0, -300.0])
+def test_a_failure_is_explained_once_and_costs_the_same_although_clocks_differ(
+    ahead_s: float,
+) -> None:
+    (found,) = explain(requeued_on_two_hosts(ahead_s)).values()
+    (expected,) = explain(requeued_on_two_hosts(0)).values()
+    assert [each.title for each in found] == [each.title for each in expected]
+    own, others = ([dict(each.cost.buckets) for each in all] for all in (found, expected))
+    for buckets in (*own, *others):
+        buckets.pop("waiting_for_scheduler", None)
+    assert own == [pytest.approx(buckets) for buckets in others]
+
+
+def test_runs_without_node_ids_are_one_session_if_they_overlap_by_the_time_of_day() -> None:
+    logs = requeued_on_two_hosts(0)
+    for name in ("0 0", "100 1"):
+        for event in logs[name]:
+            event.pop("first_ranks", None)
+    (ledger,) = build_ledgers(logs)
+    assert (ledger.sessions, ledger.workers) == (2, 2)
+
+
 def test_a_lost_host_is_part_of_the_job_until_the_others_knew() -> None:
     first = Log().start(0).add(20, "round.ended", lost=True).end(21, "FAILED")
     lost = Log(wall=1005, rank=1).start(0)
@@ -427,7 +474,8 @@ def test_in_process_restarts_of_injected_faults_are_kept_apart_with_the_steps_do
     restarted(20, 0, injected="raise")
     restarted(30, 2)
     log.add(39, "inprocess.lost", rank=0, injected="kill")
-    restarted(40, 5, kind="TERMINATED")  # the process had ended too long before, so the event has no field `injected`
+    # The process had ended too long before, so the event has no field `injected`.
+    restarted(40, 5, kind="TERMINATED")
     account: Event = {"since_monotonic": 90.0, "highest_step": 10}
     account |= {"seconds": {"steps": 10.0, "repeated_steps": 14.0, "restart": 14.0}}
     log.end(50, "SUCCEEDED", **account, counts={"steps": 10, "repeated_steps": 7})

@@ -7,13 +7,12 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from regrow.events.evidence import strings, text
 from regrow.events.log import find_event_file, read_events
-from regrow.events.runs import Session, jobs_of, runs_of
+from regrow.events.runs import jobs_of, runs_of
 from regrow.events.story_types import story
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from regrow.events.evidence import Record
 
@@ -69,34 +68,9 @@ def _by_run(logs: Mapping[str, list[Record]]) -> list[list[Record]]:
     A log that lacks the start of its run is taken for one of the last run.
     """
     agents = [agent for log, events in logs.items() for agent in runs_of(log, events)]
-    sessions = _joined([session for job in jobs_of(agents) for session in job])
+    sessions = [session for job in jobs_of(agents) for session in job]
     session_of = {agent.log: i for i, session in enumerate(sessions) for agent in session.runs}
     found: list[list[Record]] = [[] for _ in range(max(len(sessions), 1))]
     for log, events in logs.items():
         found[session_of.get(log, -1)] += events
     return [events for events in found if events]
-
-
-def _joined(sessions: Iterable[Session]) -> list[Session]:
-    """Join sessions whose rounds have a node in common, in the order of their starts.
-
-    Node ids are unique, also when a scheduler starts the job again. If the clocks of two hosts
-    differ by more than the run lasted, their times of day do not overlap, but their rounds have the
-    same nodes.
-    """
-    found: list[tuple[set[str], Session]] = []
-    for session in sessions:
-        nodes = {
-            node
-            for run in session.runs
-            for event in run.events
-            if text(event, "name") == "regrow.rendezvous.completed"
-            for node in (*strings(event, "joined"), *strings(event, "first_ranks"))
-        }
-        runs = list(session.runs)
-        for each in [each for each in found if each[0] & nodes]:
-            found.remove(each)
-            nodes |= each[0]
-            runs += each[1].runs
-        found.append((nodes, Session(tuple(runs))))
-    return sorted((session for _, session in found), key=lambda session: session.begin)

@@ -1,8 +1,10 @@
 """`Run`: what one agent recorded from its start to its end, and how runs form a job.
 
 A job may have several runs at a time, one on each node, and several in succession, when a scheduler
-requeues it. Runs with the same `--rdzv-id` belong together. Those that overlap form a *session*. A
-later session continues the job, unless the one before has succeeded: then the id was used again.
+requeues it. Runs with the same `--rdzv-id` belong together. Those whose rounds have a node in
+common form a *session*; node ids are unique, also when a scheduler starts the job again. A run
+without node ids (one node, or no round) belongs to the session that it overlaps by the time of day.
+A later session continues the job, unless the one before has succeeded: then the id was used again.
 The default id "none" continues no job, because all jobs without an id have it.
 
 Times of different hosts, and of different sessions, are compared by the wall clock. Within a run
@@ -16,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from regrow.events.evidence import Record, integer, real, text
+from regrow.events.evidence import Record, integer, real, strings, text
 from regrow.events.log import NO_ID
 
 _ROUND_ENDED, _ROUND_JUDGED = "regrow.round.ended", "regrow.round.judged"
@@ -92,7 +94,7 @@ def _run(log: str, events: Sequence[Record], is_alive: Alive) -> Run | None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The runs of a job at one time, on all its nodes; `begin` and `end` on the wall clock."""
+    """The runs of a job at one time, on all its nodes; `begin` and `end` on their wall clocks."""
 
     runs: tuple[Run, ...]
 
@@ -120,17 +122,46 @@ class Session:
 def jobs_of(runs: Iterable[Run]) -> list[tuple[Session, ...]]:
     """Group runs into jobs, and the runs of a job into sessions, in the order of their starts."""
     jobs: list[list[Session]] = []
-    latest: dict[str | None, list[Session]] = {}
-    for run in sorted(runs, key=lambda run: run.begin + run.offset):
-        job = latest.get(run.run_id)
-        if job is not None and run.begin + run.offset < job[-1].end:
-            job[-1] = Session((*job[-1].runs, run))
-        elif job is not None and run.run_id not in (None, NO_ID) and not job[-1].succeeded:
-            job.append(Session((run,)))
+    latest: dict[str | None, tuple[list[Session], bool]] = {}  # and whether it has node ids
+    for session, has_nodes in _by_nodes(runs):
+        run_id = session.runs[0].run_id
+        job, had_nodes = latest.get(run_id, ([], False))
+        if job and session.begin < job[-1].end and not (has_nodes and had_nodes):
+            job[-1] = Session((*job[-1].runs, *session.runs))
+            has_nodes |= had_nodes
+        elif job and run_id not in (None, NO_ID) and not job[-1].succeeded:
+            job.append(session)
         else:
-            jobs.append(job := [Session((run,))])
-            latest[run.run_id] = job
+            jobs.append(job := [session])
+        latest[run_id] = job, has_nodes
     return [tuple(Session(_until_lost(session.runs)) for session in job) for job in jobs]
+
+
+def _by_nodes(runs: Iterable[Run]) -> list[tuple[Session, bool]]:
+    """Return the runs whose rounds have a node in common, and each run without node ids alone.
+
+    Returns:
+        Sessions in the order of their starts, and whether each has node ids.
+    """
+    found: list[tuple[set[tuple[str | None, str]], list[Run]]] = []
+    for run in runs:
+        nodes = {
+            (run.run_id, node)
+            for event in run.events
+            if text(event, "name") == "regrow.rendezvous.completed"
+            for node in (*strings(event, "joined"), *strings(event, "first_ranks"))
+        }
+        own: list[Run] = []
+        for each in [each for each in found if each[0] & nodes]:
+            found.remove(each)
+            nodes |= each[0]
+            own += each[1]
+        found.append((nodes, [*own, run]))
+    sessions = [
+        (Session(tuple(sorted(own, key=lambda run: run.begin + run.offset))), bool(nodes))
+        for nodes, own in found
+    ]
+    return sorted(sessions, key=lambda each: each[0].begin)
 
 
 def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:

@@ -240,7 +240,7 @@ def _scene(number: int, session: Session, later: Session | None, spans: list[Spa
     }
     by_attempt: dict[int, list[Span]] = {}
     for span in spans:
-        if session.begin - 1 <= span.start <= session.end:
+        if span.session == number - 1:
             delay = delays.get(span.host, -(derived.started_at or 0.0))
             moved_span = replace(span, start=span.start + delay, end=span.end + delay)
             by_attempt.setdefault(span.attempt, []).append(moved_span)

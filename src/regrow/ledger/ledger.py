@@ -146,7 +146,7 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
     highest: int | None = None
     silent = redone_steps = 0
     faults, injected = _injected_faults(job), 0.0
-    for session, of_session, later in zip_longest(job, attempts, job[1:]):
+    for n, (session, of_session, later) in enumerate(zip_longest(job, attempts, job[1:])):
         by_number: dict[int, list[NodeAttempt]] = {}
         for _, of_run in of_session:
             for attempt in of_run:
@@ -156,16 +156,18 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
             reached[number] = highest
             steps = [each.highest_step for each in same if each.highest_step is not None]
             highest = max([*steps, *([highest] if highest is not None else [])], default=None)
-        hung = frozenset(n for n, same in by_number.items() if any(each.hung for each in same))
+        hung = frozenset(
+            number for number, same in by_number.items() if any(each.hung for each in same)
+        )
         own: list[Span] = []
         redone: dict[int, int] = {}  # by attempt
         for run in session.runs:
-            found = spans_of(run, Known(steps_known, reached, hung))
+            found = spans_of(run, Known(steps_known, reached, hung, n))
             own += found.spans
             silent = max(silent, found.silent)
             for number, count in found.redone.items():
                 redone[number] = max(redone.get(number, 0), count)
-        own += _between(session, later) if later is not None else []
+        own += _between(session, later, n) if later is not None else []
         redone_steps += sum(redone.values())
         injected += injected_s(of_session, own, redone) if faults is not None else 0.0
         spans += own
@@ -204,8 +206,14 @@ def _losses(seconds: Mapping[str, float]) -> float:
     return sum(s for b, s in seconds.items() if b not in kept and not buckets.is_phase(b))
 
 
-def _between(before: Session, after: Session) -> list[Span]:
-    """Return the spans between two sessions, of the workers of the second one."""
+def _between(before: Session, after: Session, number: int) -> list[Span]:
+    """Return the spans between two sessions, of the workers of the second one.
+
+    Args:
+        before: the first session.
+        after: the second session.
+        number: the number of the first session, to which this time belongs.
+    """
     start, end = before.end, after.begin
     bucket = buckets.WAITING_FOR_SCHEDULER if before.ended else buckets.UNKNOWN
     return [
@@ -217,6 +225,7 @@ def _between(before: Session, after: Session) -> list[Span]:
             attempt=-1,
             start=start,
             end=end,
+            session=number,
             seconds={bucket: end - start},
         )
         for run in after.runs

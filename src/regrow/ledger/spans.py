@@ -44,6 +44,8 @@ class Span:
     end: float
     seconds: Seconds
     """Seconds by bucket; their sum is the length of the span."""
+    session: int = 0
+    """The session of the job, counted from 0. The time until the next one belongs to the first."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class Known:
     """Highest step of the job before each attempt of the run."""
     hung: frozenset[int] = frozenset()
     """The attempts in which ranks waited for one that hung, or for a host that was lost."""
+    session: int = 0
+    """The session of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class _Builder:
                 attempt=attempt,
                 start=start + self.run.offset,
                 end=end + self.run.offset,
+                session=self.known.session,
                 seconds={bucket: each for bucket, each in seconds.items() if each > 0},
             )
         )
