@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from helpers.explained.record import STORIES
 from regrow.cli.screen.console import MOST, Console, KeptEvents
-from regrow.events import Event, EventSource, story
+from regrow.events import Event, EventSource, read_events, story
 
 
 def record(name: str, **fields: Any) -> dict[str, Any]:
@@ -54,12 +58,23 @@ def test_events_that_the_story_relates_to_each_other_are_all_kept() -> None:
 
 
 def test_what_only_the_ledger_uses_is_not_kept() -> None:
-    accounts = {"0": {"seconds": {"steps": 1.0}}}
+    steps: dict[str, dict[str, float]] = {"seconds": {"steps": 1.0}, "counts": {"steps": 2}}
+    account = {"open": "pending", "highest_step": 2, "counts": steps["counts"]}
+    accounts = {"0": account | {"seconds": {"steps": 1.0, "phase:data": 1.0}}}
     ended = record("attempt.ended", state="FAILED")
     updates = [record("worker.accounts", accounts=accounts)] * (3 * MOST)
-    kept = kept_of(*updates, ended | {"accounts": accounts})
-    assert kept.in_order() == [ended]
+    vacated = record("worker.vacated")
+    kept = kept_of(*updates, vacated | {"account": accounts["0"]}, ended | {"accounts": accounts})
+    assert kept.in_order() == [vacated, ended | {"accounts": {"0": steps}}]
     assert kept.left_out == 0
+
+
+@pytest.mark.parametrize(
+    "path", sorted(STORIES.glob("*/*.jsonl")), ids=lambda path: path.parent.name
+)
+def test_the_printed_story_is_that_of_all_events(path: Path) -> None:
+    events = list(read_events(path))
+    assert story(kept_of(*events).in_order()).render() == story(events).render()
 
 
 def test_the_printed_story_says_that_it_is_without_some_events() -> None:

@@ -41,6 +41,7 @@ from itertools import chain, count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from regrow._accounts import REPEATED, REPEATED_PHASES, STEPS
 from regrow.cli.exit_codes import BRIEF
 from regrow.cli.screen.losable import LosableHosts
 from regrow.utils import begin_time_stamps, quieten, stamped
@@ -86,7 +87,9 @@ _WITHIN_BUDGET = tuple(
 
 _ACCOUNTS = "regrow.worker.accounts"
 _OF_THE_LEDGER = ("accounts", "account")
-"""Fields that the story does not use: some kilobytes of each worker in each attempt."""
+"""Fields with some kilobytes of each worker in each attempt, for the ledger."""
+_STEPS = (STEPS, *REPEATED, REPEATED_PHASES)
+"""The rows of accounts that show in the story how long steps were done again."""
 
 _OVER = ("regrow.rendezvous.completed", "regrow.job.stopping", "regrow.job.finished")
 
@@ -262,7 +265,8 @@ class KeptEvents:
     A crash loop within processes causes some events a second, for days. So of each name only the
     first and the last `MOST` events are kept, more than the story shows of a kind. Events of whole
     attempts and of replaced workers are all kept: the restart budget bounds their number, and the
-    story relates them to each other. The accounts of workers are left out.
+    story relates them to each other. Of the accounts of workers, only those at the end of an
+    attempt are kept, and only their rows of steps.
     """
 
     def __init__(self) -> None:
@@ -277,6 +281,8 @@ class KeptEvents:
         if name == _ACCOUNTS:
             return
         kept = {key: value for key, value in record.items() if key not in _OF_THE_LEDGER}
+        if accounts := record.get("accounts"):
+            kept["accounts"] = {rank: _of_steps(account) for rank, account in accounts.items()}
         entry = next(self._numbers), kept
         first, last = self._kept.setdefault(name, ([], deque(maxlen=MOST)))
         if len(first) < MOST or name.startswith(_WITHIN_BUDGET) or record.get("replaced"):
@@ -289,6 +295,12 @@ class KeptEvents:
         """Return the kept events in the order in which they were added."""
         entries = chain.from_iterable(chain(*lists) for lists in self._kept.values())
         return [record for _, record in sorted(entries, key=itemgetter(0))]
+
+
+def _of_steps(account: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the seconds and the counts of the rows of steps in an account."""
+    parts = {part: account.get(part, {}) for part in ("seconds", "counts")}
+    return {part: {row: rows[row] for row in _STEPS if row in rows} for part, rows in parts.items()}
 
 
 class Console:
