@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from helpers.explained.record import STORIES
 from helpers.stories import without_times
-from regrow.events import story
+from regrow.events import read_events, story
+from regrow.explain import explain
 
 Line = dict[str, Any]
 
@@ -165,3 +167,27 @@ def test_a_wrapper_that_gave_up_did_not_restart_its_function() -> None:
     assert any(
         "in-process restart" in line for line in rendered(restarted(1), failed | {"message": "x"})
     )
+
+
+def of_a_wrapper_that_gave_up(**last_steps: Any) -> list[Line]:
+    """Return a recorded job, in which steps were done again in attempt 0 and after its end."""
+    lines = [dict(line) for line in read_events(STORIES / "wrapper-gives-up" / "host0.jsonl")]
+    (ended,) = (e for e in lines if e["name"] == "regrow.attempt.ended" and e["attempt"] == 1)
+    ended["last_steps"] = {rank: e | last_steps for rank, e in ended["last_steps"].items()}
+    return lines
+
+
+def test_the_work_lost_takes_no_steps_that_an_in_process_restart_repeated() -> None:
+    lines = of_a_wrapper_that_gave_up()
+    (failure,) = story(lines).failures
+    (explained,) = explain({"log": lines}).values()
+    assert failure.work_lost_s is not None
+    assert failure.work_lost_s == pytest.approx(explained[-1].cost.redone_s)
+    assert failure.work_lost_s / (failure.work_lost or 0) == pytest.approx(0.021, abs=0.001)
+
+
+def test_the_pace_tells_the_work_lost_if_not_all_of_it_was_done_again() -> None:
+    (all_again,) = story(of_a_wrapper_that_gave_up()).failures
+    (a_part,) = story(of_a_wrapper_that_gave_up(last_step=33)).failures
+    assert a_part.work_lost == all_again.work_lost
+    assert (a_part.work_lost_s or 0.0) > (all_again.work_lost_s or 0.0)

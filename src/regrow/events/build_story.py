@@ -419,19 +419,44 @@ class _StoryBuilder:
             "last_step": last,
             "resumed_from": resumed_from,
             "work_lost": lost,
-            "work_lost_s": evidence.seconds_of(lost, attempt.steps),
+            "work_lost_s": self._lost_s(number, lost, first.attempt if first else None),
         }
+
+    def _lost_s(self, number: int, lost: int | None, later: int | None) -> float | None:
+        """Return the seconds of training in the steps that the end of an attempt lost.
+
+        The pace of an attempt with in-process restarts is too slow: its time includes them, and
+        steps that were done twice. Then the seconds count in which these steps were done again.
+
+        Args:
+            number: the attempt.
+            lost: how many steps.
+            later: the attempt that did them again.
+        """
+        by_pace = evidence.seconds_of(lost, self.attempts[number].steps)
+        if not by_pace or later is None or not self.by_attempt[_IN_PROCESS, number]:
+            return by_pace
+        redone = self._redone_in(later) if self._reached(later) >= self._reached(number) else None
+        return min(redone, by_pace) if redone else by_pace
+
+    def _reached(self, number: int) -> int:
+        """Return the last step of an attempt; -1 if it is not recorded."""
+        steps = (s.last_step for s in self.attempts[number].steps)
+        return max((step for step in steps if step is not None), default=-1)
 
     def _redone_s(self) -> float | None:
         """Return the seconds in which steps were done again; None if an account is missing."""
-        total = 0.0
-        for number in self.numbers:
-            found = [evidence.redone_s(event) for event in self.attempts[number].named[_ENDED]]
-            redone = [seconds for event in found for seconds in event or ()]
-            if not found or None in found:
-                return None
-            total += sum(redone) / len(redone) if redone else 0.0
-        return total
+        found = [self._redone_in(number) for number in self.numbers]
+        known = [seconds for seconds in found if seconds is not None]
+        return sum(known) if len(known) == len(found) else None
+
+    def _redone_in(self, number: int) -> float | None:
+        """Return the mean seconds in which a worker did steps again in an attempt."""
+        found = [evidence.redone_s(event) for event in self.attempts[number].named[_ENDED]]
+        redone = [seconds for event in found for seconds in event or ()]
+        if not found or None in found:
+            return None
+        return sum(redone) / len(redone) if redone else 0.0
 
     def _joined(self, number: int | None) -> tuple[str, ...]:
         """Return the hosts that joined in the round of an attempt."""
@@ -490,11 +515,11 @@ class _StoryBuilder:
 
 
 _SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers"
-_STALLED = "regrow.heartbeat.stalled"
+_STALLED, _IN_PROCESS = "regrow.heartbeat.stalled", "regrow.inprocess.restarted"
 _ACCOUNTS = "regrow.worker.accounts"
 _SUSPENDED, _RESUMED = "regrow.worker.suspended", "regrow.worker.resumed"
 _COMPARED = "regrow.timer.compared"
-_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED})
+_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED, _IN_PROCESS})
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"

@@ -93,7 +93,8 @@ class RestartCost:
     work_lost: int | None = None
     """Number of repeated steps; None if the script does not report steps."""
     work_lost_s: float | None = None
-    """Seconds of training that the repeated steps had taken, by the attempt's mean pace."""
+    """Seconds of training that the repeated steps had taken, by the attempt's mean pace. After an
+    attempt with in-process restarts: the seconds in which they were done again."""
     joined: tuple[str, ...] = ()
     """Hosts that were not in the attempt before, and take part in the next one."""
 
