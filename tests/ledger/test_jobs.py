@@ -108,6 +108,20 @@ def test_what_exceeds_a_step_before_a_timer_expires_is_detection() -> None:
     assert seconds(only(log)) == parts
 
 
+@pytest.mark.parametrize(
+    ("reported_at", "rank", "unfinished"), [(30, 0, 1), (12, 0, 1), (11, 0, 28), (30, 1, 28)]
+)
+def test_what_exceeds_a_step_of_a_worker_that_was_reported_to_stall_is_detection(
+    reported_at: float, rank: int, unfinished: float
+) -> None:
+    log = Log().start(0).add(reported_at, "heartbeat.stalled", rank=rank)  # last mark at 12 s
+    log.add(40, "job.stopping", signal="SIGTERM").end(40, "STOPPED").finish(40, "SIGNALED")
+    found = seconds(only(log))
+    parts = {"startup_script": 2, "productive": 10, "unfinished": unfinished}
+    assert found.pop("detection", 0.0) == 28 - unfinished
+    assert found == parts
+
+
 def test_a_phase_that_a_kill_ends_is_unfinished() -> None:
     log = Log().start(0)
     log.add(20, "worker.failed", failed_monotonic=70, detected_monotonic=70)

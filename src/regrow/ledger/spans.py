@@ -225,7 +225,8 @@ class _Builder:
         """Return the last account of a rank, and how its attempt ended."""
         if attempt.ended is not None:
             account = account_of(attempt.ended, rank)
-            return account, _ending(attempt, hung=attempt.number in self.known.hung)
+            hung = attempt.number in self.known.hung or _stalled(attempt, rank, account)
+            return account, _ending(attempt, hung=hung)
         known_until = attempt.start
         account = None
         for event in attempt.events:
@@ -264,7 +265,18 @@ def _ending(attempt: NodeAttempt, *, hung: bool) -> ProcessEnd:
     )
 
 
-_NO_RENDEZVOUS = "regrow.rendezvous.lost"
+def _stalled(attempt: NodeAttempt, rank: int | None, account: rows.Reading | None) -> bool:
+    """Return whether a worker was reported to stay at one step, and has had no mark since."""
+    since = attempt.start if account is None else account.since_monotonic
+    return any(
+        text(event, "name") == _STALLED
+        and integer(event, "rank") == rank
+        and (real(event, "monotonic") or 0.0) >= since
+        for event in attempt.events
+    )
+
+
+_NO_RENDEZVOUS, _STALLED = "regrow.rendezvous.lost", "regrow.heartbeat.stalled"
 _STOPS = {"regrow.job.stopping", "regrow.round.ended", "regrow.job.restarting"}
 
 
