@@ -159,6 +159,15 @@ def test_a_worker_without_which_the_others_continue_is_lost_and_has_not_failed(
     assert local.lost == set()
 
 
+def test_the_end_of_an_attempt_shows_when_a_worker_had_finished(local: LocalWorkers) -> None:
+    local.on_start(started())
+    local.on_change(3, change("exited", 0))
+    assert local.ends()["finished"] == {"5": 12.5}
+    local.on_start(started())
+    local.on_change(3, change("exited", 1))
+    assert local.ends()["finished"] == {}
+
+
 def test_only_the_first_failure_of_an_attempt_is_reported_as_one(
     local: LocalWorkers, recorder: Any
 ) -> None:

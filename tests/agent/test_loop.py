@@ -246,7 +246,7 @@ class Stops:
     def log_files(self) -> dict[int, dict[str, str]]:
         return {}
 
-    def overdue(self) -> dict[int, float]:
+    def ends(self) -> dict[str, object]:
         return {}
 
     def park(self, timeout: float, *, own_hooks: bool) -> bool:

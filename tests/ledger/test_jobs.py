@@ -122,6 +122,21 @@ def test_what_exceeds_a_step_of_a_worker_that_was_reported_to_stall_is_detection
     assert found == parts
 
 
+@pytest.mark.parametrize(
+    ("finished", "bucket"),
+    [({"0": 63.0}, "finishing"), ({"0": 90.5}, "unfinished"), ({"1": 63.0}, "unfinished")],
+)
+@pytest.mark.parametrize("event", ["job.stopping", "worker.failed"])
+def test_a_worker_that_had_ended_with_exit_code_0_is_not_cut_off(
+    event: str, finished: dict[str, float], bucket: str
+) -> None:
+    log = Log().start(0)
+    log.add(40, event, rank=1, failed_monotonic=90.0, detected_monotonic=90.0)
+    log.end(41, "STOPPED").finish(41, "SIGNALED")
+    log.events[-2]["finished"] = finished
+    assert seconds(only(log)) == {"startup_script": 2, "productive": 10, bucket: 28, "stopping": 1}
+
+
 def test_a_phase_that_a_kill_ends_is_unfinished() -> None:
     log = Log().start(0)
     log.add(20, "worker.failed", failed_monotonic=70, detected_monotonic=70)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from regrow import _accounts as rows
@@ -226,7 +226,12 @@ class _Builder:
         if attempt.ended is not None:
             account = account_of(attempt.ended, rank)
             hung = attempt.number in self.known.hung or _stalled(attempt, rank, account)
-            return account, _ending(attempt, hung=hung)
+            ending = _ending(attempt, hung=hung)
+            finished = attempt.ended.get("finished")
+            at = real(finished, str(rank)) if isinstance(finished, Mapping) else None
+            if at is not None and at <= ending.failed:
+                ending = replace(ending, succeeded=True)
+            return account, ending
         known_until = attempt.start
         account = None
         for event in attempt.events:

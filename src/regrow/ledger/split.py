@@ -6,9 +6,11 @@ and when the process was gone. Four cases need a rule:
 
 - **The first step of a process** has the startup before it: imports, compilation, the first batch.
   It counts as long as the mean of the other steps of the process. The rest is startup.
-- **The time after the last step** is `finishing` if the attempt succeeded, else `unfinished`. If a
-  timer or a heartbeat has expired, or a host was lost, the worker hung or waited: what exceeds one
-  mean step is `detection`. So it is if the worker was reported to stay at its last step. A phase that a failure or a stop cut off is treated like a step.
+- **The time after the last step** is `finishing` if the attempt succeeded, or the process had ended
+  with exit code 0 before; else it is `unfinished`. If a timer or a heartbeat has expired, or a host
+  was lost, the worker hung or waited: what exceeds one mean step is `detection`. So it is if the
+  worker was reported to stay at its last step. A phase that a failure or a stop cut off is treated
+  like a step.
 - **A mark after the failure**: a worker that continues, because it has not noticed the failure yet,
   does not wait for the detection. So its account counts up to its last mark.
 - **Steps that an agent could not know of** (a requeued job, a host that joined late) are split by

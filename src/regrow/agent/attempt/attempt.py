@@ -522,8 +522,8 @@ class Attempt:
         last_steps = reports.last_steps() if reports is not None else {}
         accounts = reports.accounts_by_rank() if reports is not None else {}
         wrappers = self.workers.wrappers() if self.workers is not None else {}
-        overdue = self.workers.overdue() if self.workers is not None else {}
-        self._job.recorder.attempt_ended(result, last_steps, accounts, wrappers, overdue)
+        ends = self.workers.ends() if self.workers is not None else {}
+        self._job.recorder.attempt_ended(result, last_steps, accounts, wrappers, ends)
 
     def end_by(self, death_sig: signal.Signals) -> None:
         """Record the end of an attempt that was stopped because the agent left the job."""

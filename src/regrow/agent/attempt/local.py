@@ -99,6 +99,8 @@ class LocalWorkers(Feature):
         """The workers' processes; a subclass of the agent that starts its own workers sets it."""
         self.lost: set[int] = set()
         """Global ranks of the workers that were lost in the latest attempt."""
+        self.finished: dict[int, float] = {}
+        """When workers of the latest attempt ended with exit code 0, by global rank."""
         self.kept: list[int] = []
         """Global ranks of the workers of the latest attempt, if they went on in their processes."""
         self._started: StartedWorkers | None = None  # with the context that posts its changes
@@ -335,7 +337,7 @@ class LocalWorkers(Feature):
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class."""
-        self._started, self.lost = workers, set()
+        self._started, self.lost, self.finished = workers, set(), {}
 
     def stop(self, death_sig: signal.Signals, grace: float) -> None:
         """Send a signal to the workers, and SIGKILL after `grace` seconds."""
@@ -382,19 +384,23 @@ class LocalWorkers(Feature):
                     found.setdefault(rank, path)
         return found
 
-    def overdue(self) -> dict[str, list[int]]:
-        """Return which global ranks were killed because they had not ended within the grace.
+    def ends(self) -> dict[str, Any]:
+        """Return how workers ended: fields of the event of the end of an attempt.
 
-        `killed`: the worker itself was. `killed_descendants`: processes that it had started were.
+        `finished`: when a worker ended with exit code 0, by global rank. `killed`: the global ranks
+        of workers that were killed because they had not ended within the grace.
+        `killed_descendants`: those of workers that had started processes that were killed.
         """
+        finished = {str(rank): at for rank, at in self.finished.items()}
         context = self.context
         if not isinstance(context, PContext):  # torch's context does not know
-            return {}
+            return {"finished": finished}
         ranks = self._ranks()
-        return {
+        killed = {
             name: sorted(ranks[local] for local in found if local in ranks)
             for name, found in context.overdue()._asdict().items()
         }
+        return {"finished": finished, **killed}
 
     # --- watch
 
@@ -416,6 +422,8 @@ class LocalWorkers(Feature):
             return None
         if change.kind in ("vacant", "cleared", "replaced"):
             return None  # `Replacements` handles it
+        if change.kind == "exited" and change.status == 0 and self._started is not None:
+            self.finished[self._started.ranks[change.local_rank]] = change.monotonic
         if self._job.recorder.noticed is None and change.status != 0:
             self._job.recorder.noticed = monotonic()
             return events.Failing()

@@ -221,7 +221,7 @@ class Recorder:
         last_steps: Mapping[str, Any],
         accounts: Mapping[str, Any],
         wrappers: Mapping[int, Mapping[str, Any]],
-        overdue: Mapping[str, Sequence[int]],
+        ends: Mapping[str, Any],
     ) -> None:
         """Emit the failures and the end of the current attempt, once.
 
@@ -231,8 +231,7 @@ class Recorder:
             accounts: the workers' accounts of their time, by global rank.
             wrappers: further fields of a failure, by global rank: why the worker's in-process
                 wrapper could not handle it.
-            overdue: further fields of the event: which workers were killed when their grace was
-                over (`LocalWorkers.overdue`).
+            ends: further fields of the event: how workers ended (`LocalWorkers.ends`).
         """
         with self._lock:
             was_open, self._attempt_open = self._attempt_open, False
@@ -250,7 +249,7 @@ class Recorder:
             reason=root.summary if root is not None else state.value.lower(),
             last_steps=last_steps,
             accounts=accounts,
-            **overdue,
+            **ends,
         )
         self.noticed = None
 
