@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from regrow.events import Failure, ServerEnd
-from regrow.events.evidence import Record, integer, real, since, steps, text
+from regrow.events.evidence import Record, integer, real, steps, text
 from regrow.explain import long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
 from regrow.explain.findings import begin_of, last_event_of, lease_over
@@ -30,9 +30,11 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         return
     finished = scene.named("job.finished")[-1]
     ended = real(finished, "monotonic") or scene.ends_s
-    stopping = scene.first("job.stopping") or scene.first("stop.requested")
-    decided = scene.first("stop.decided")
-    asked = since(real(decided, "monotonic"), real(decided, "decided_after_s"))
+    attempt = max(
+        (integer(e, "attempt") or 0 for e in scene.named("attempt.started")), default=None
+    )
+    stopping = scene.first("job.stopping", attempt) or scene.first("stop.requested", attempt)
+    asked = scene.stop_asked(attempt)
     at = min([ended, *(at for at in (real(stopping, "monotonic"), asked) if at is not None)])
     if lost is not None and lost.at_s is not None:
         at = begin_of(scene, lost) or 0.0
@@ -40,9 +42,6 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
             steps = [step for step in last_steps(scene, lost.attempt) if step < lost.at_s]
             lease = real(scene.bounds, long_settings.LEASE) or 0.0
             at = max(lost.at_s - lease, 0.0, *steps)
-    attempt = max(
-        (integer(e, "attempt") or 0 for e in scene.named("attempt.started")), default=None
-    )
     timeline = tuple(_timeline(scene, at, ended, None if lost is None else lost.at_s))
     spent = scene.lost_time(attempt or 0, None, at, unfinished=False)
     code = story.exit_code
@@ -60,7 +59,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         host=text(finished, "host"),
         at_s=at,
         noticed_s=None if lost is None else lost.at_s,
-        evidence=tuple(_evidence(scene, stopping, lost)),
+        evidence=tuple(_evidence(scene, stopping, attempt, lost)),
         peers=tuple(_steps(scene, attempt))
         if lost is None
         else what_peers_did(scene, lost, lost.at_s),
@@ -133,7 +132,9 @@ def _server_host(scene: Scene) -> str | None:
     return scene.host_at(scene.story.servers[-1]) if scene.story.servers else None
 
 
-def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[Fact]:
+def _evidence(
+    scene: Scene, stopping: Record, attempt: int | None, lost: Failure | None
+) -> Iterator[Fact]:
     story = scene.story
     if lost is not None:
         if lost.is_host_lost:
@@ -151,7 +152,7 @@ def _evidence(scene: Scene, stopping: Record, lost: Failure | None) -> Iterator[
         yield Fact("asked by", why)
     if story.reason and story.state == "ERROR":
         yield Fact("error", story.reason)
-    if (failed := scene.first("stop.failed")) and (reason := text(failed, "reason")):
+    if reason := text(scene.first("stop.failed", attempt), "reason"):
         yield Fact("no common step", reason)
     if story.exit_code is not None:
         yield Fact("exit", f"exit code {story.exit_code} of the agent")
@@ -169,7 +170,7 @@ def _steps(scene: Scene, attempt: int | None) -> Iterator[str]:
 
 
 def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str]:
-    if (decided := scene.first("stop.decided")) and scene.story.state == "STOPPED":
+    if (decided := scene.first("stop.decided", attempt)) and scene.story.state == "STOPPED":
         yield f"all ranks stopped at call {integer(decided, 'call')} of regrow.should_stop()"
     elif scene.story.state == "SIGNALED":
         yield f"sent {scene.story.signal} to the workers, and waited for them to end"
@@ -178,7 +179,7 @@ def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str
         yield "their agent searched for the other hosts, and ended"
     else:
         yield "stopped the workers, and ended the job"
-    whole, grace = real(scene.settings, "shutdown_timeout"), scene.final_grace
+    whole, grace = real(scene.settings, "shutdown_timeout"), scene.final_grace(attempt)
     if scene.story.state == "SIGNALED" and whole is not None and grace is not None:
         limit = f"--shutdown-timeout ({whole:g} s)"
         if seconds(grace) != seconds(whole):

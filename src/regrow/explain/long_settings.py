@@ -59,7 +59,7 @@ def of_change(scene: Scene, change: PlannedRestart, timeline: Sequence[Phase]) -
 
 def of_stop(scene: Scene, attempt: int | None, timeline: Sequence[Phase]) -> tuple[Held, ...]:
     """Return what made the end of a job long; `attempt` is the last one."""
-    signal, grace = scene.story.signal or "SIGTERM", scene.final_grace
+    signal, grace = scene.story.signal or "SIGTERM", scene.final_grace(attempt)
     found = [*_stop(scene, attempt, timeline, _SHUTDOWN, signal, grace)]
     if (silent := _length(timeline, "silent")) > 0:
         lease = real(scene.bounds, LEASE)

@@ -107,14 +107,22 @@ class Scene:
         found = self.first("job.started").get("bounds")
         return found if isinstance(found, Mapping) else {}
 
-    @property
-    def final_grace(self) -> float | None:
-        """Seconds from the signal at the end of the job until the workers are killed.
+    def final_grace(self, attempt: int | None) -> float | None:
+        """Return the seconds from the signal that ended the last attempt until workers are killed.
 
         A time limit may have left less than --shutdown-timeout. Older logs show only the setting.
         """
-        recorded = real(self.first("job.stopping"), "grace_s")
+        recorded = real(self.first("job.stopping", attempt), "grace_s")
         return real(self.settings, "shutdown_timeout") if recorded is None else recorded
+
+    def stop_asked(self, attempt: int | None) -> float | None:
+        """Return when an agent first asked that the ranks of an attempt stop at the same step."""
+        asked = (
+            (real(event, "monotonic"), real(event, "decided_after_s") or 0.0)
+            for name in ("stop.requested", "stop.decided", "stop.failed")
+            for event in self.named(name, attempt)
+        )
+        return min((at - after for at, after in asked if at is not None), default=None)
 
     def failed_before(self, what: str, attempt: int) -> list[int]:
         """Return the latest attempts before another one that ended by the same failure."""
