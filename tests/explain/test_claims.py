@@ -530,6 +530,21 @@ def test_a_lost_rendezvous_names_its_host_and_the_ranks_that_the_guardian_killed
     assert found.peers == ("rank 0 on host node1: unknown, the log of the host ends before that",)
 
 
+@pytest.mark.parametrize("given", [{"host0.jsonl", "host1.jsonl"}, {"host1.jsonl"}])
+def test_a_lost_rendezvous_names_no_host_if_several_agents_have_its_address(
+    given: set[str],
+) -> None:
+    logs = {log: events for log, events in recorded("rendezvous-lost").items() if log in given}
+    for events in logs.values():
+        for event in events:
+            event |= {key: "127.0.0.1" for key in ("leader", "server") if key in event}
+            event |= {"successors": ["127.0.0.1"]} if "leader" in event else {}
+    (found,) = list(explain(logs).values())[-1]
+    assert "served it" not in found.title
+    assert "timed out after 1.01 s: no answer from the store" in found.title
+    assert not facts(found).get("last event")
+
+
 def test_a_search_is_as_long_as_its_setting_or_is_not_explained_by_it() -> None:
     def settings(found: Explanation) -> dict[str, str]:
         return {held.setting: held.value for held in found.long}

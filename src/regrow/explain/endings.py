@@ -128,7 +128,7 @@ def _title(scene: Scene, stopping: Record) -> str:
 
 
 def _server_host(scene: Scene) -> str | None:
-    """Return the host that served the rendezvous last; None if that is not recorded."""
+    """Return the host that served the rendezvous last; None if that is not known."""
     return scene.host_at(scene.story.servers[-1]) if scene.story.servers else None
 
 
@@ -141,7 +141,8 @@ def _evidence(
             yield Fact("first", lost.what)
         yield from lease_over(scene, lost.attempt)
         if (host := _server_host(scene)) is not None:
-            yield from last_event_of(scene, host, lost.at_s, "the lease was over")
+            own = [event for event in scene.events if text(event, "host") == host]
+            yield from last_event_of(own, lost.at_s, "the lease was over")
         step, at = last_step_of(scene, lost.attempt, lost.rank)
         if step is not None:
             when = relative(at, lost.at_s, "the lease was over")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from regrow.events import Failure
 from regrow.events.evidence import (
@@ -18,7 +18,7 @@ from regrow.events.evidence import (
 from regrow.events.silences import without_heartbeat_s
 from regrow.explain.explanation import Fact
 from regrow.explain.peers import last_step_of, noticed, phase_of, silence_of
-from regrow.explain.scene import Scene
+from regrow.explain.scene import Scene, agent_of
 from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
 
@@ -155,7 +155,7 @@ def _of_predecessor(scene: Scene, event: Record, begin: float | None) -> Iterato
 
 
 def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
-    host = scene.lost_host(failure.attempt)
+    agent = scene.lost_agent(failure.attempt)
     names = ("round.ended", "round.judged")
     overs = [event for name in names for event in scene.named(name, failure.attempt)]
     told = ", ".join(sorted({f"host {text(event, 'host') or '?'}" for event in overs}))
@@ -167,32 +167,31 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
         yield Fact("counted", f"these {seconds(silence)}: by the new server, from {since}")
     what, has_left = noticed(scene, failure), scene.has_left(failure)
     if not has_left:
-        yield from last_event_of(scene, host, failure.at_s, what)
-    if ranks := scene.ranks_of(host, failure.attempt):
+        own = [event for event in scene.events if agent_of(event) == agent]
+        yield from last_event_of(own, failure.at_s, what)
+    if ranks := scene.ranks_of(agent, failure.attempt):
         yield Fact("left with it" if has_left else "lost with it", many_ranks(ranks))
     found = (last_step_of(scene, failure.attempt, rank) for rank in ranks)
     steps = [(step, at) for step, at in found if step is not None and at is not None]
     if steps:
         step, at = max(steps)
         yield Fact("last step", f"step {step}, {relative(at, failure.at_s, what)}")
-    for event in scene.named("attempt.ended", failure.attempt):
-        if text(event, "host") == host:
-            when = relative(real(event, "monotonic"), failure.at_s, what)
-            yield Fact("its workers", f"had ended {when}")
-    for event in scene.named("job.finished"):
-        if text(event, "host") == host and (code := integer(event, "exit_code")) is not None:
+    for event in scene.of_agent(agent, "attempt.ended", failure.attempt):
+        when = relative(real(event, "monotonic"), failure.at_s, what)
+        yield Fact("its workers", f"had ended {when}")
+    for event in scene.of_agent(agent, "job.finished"):
+        if (code := integer(event, "exit_code")) is not None:
             yield Fact("exit", f"exit code {code} of its agent")
     yield from lease_over(scene, failure.attempt)
 
 
-def last_event_of(scene: Scene, host: str | None, at: float | None, what: str) -> Iterator[Fact]:
-    """Yield when a host wrote its last event before `at`, which is the time of `what`."""
-    own = [real(event, "monotonic") for event in scene.events if text(event, "host") == host]
-    before = [each for each in own if each is not None and (at is None or each <= at)]
+def last_event_of(own: Sequence[Record], at: float | None, what: str) -> Iterator[Fact]:
+    """Yield when a host wrote the last of its events before `at`, which is the time of `what`."""
+    before = [event for event in own if at is None or _time(event) <= at]
     if before:
         ends = "" if len(own) > len(before) else "; the log ends there"
-        when = relative(before[-1], at, what)
-        yield Fact("last event", f"in the log of host {host}: {when}{ends}")
+        when = relative(_time(before[-1]), at, what)
+        yield Fact("last event", f"in the log of host {text(own[0], 'host')}: {when}{ends}")
 
 
 def ended_by_lease(scene: Scene, failure: Failure) -> bool:
@@ -205,7 +204,7 @@ def lease_over(scene: Scene, attempt: int) -> Iterator[Fact]:
     """Yield on which hosts the guardian killed the workers, because their lease had ended."""
     for event in scene.named("lease.over", attempt):
         host, workers = text(event, "host"), integer(event, "workers")
-        ranks = scene.ranks_of(host, attempt)
+        ranks = scene.ranks_of(agent_of(event), attempt)
         killed = many_ranks(ranks) if len(ranks) == workers else count(workers, "worker")
         what = f"host {host} got no answer from the rendezvous, and its guardian killed {killed}"
         yield Fact("lease over", what)
@@ -225,8 +224,7 @@ def begin_of(scene: Scene, failure: Failure) -> float | None:
     """
     at = failure.at_s
     if at is not None and scene.has_left(failure):
-        host = scene.lost_host(failure.attempt)
-        own = [e for e in scene.named("job.stopping", failure.attempt) if text(e, "host") == host]
+        own = scene.of_agent(scene.lost_agent(failure.attempt), "job.stopping", failure.attempt)
         return min([at, *(since for e in own if (since := real(e, "monotonic")) is not None)])
     return None if at is None else at - failure.silent_s
 

@@ -83,7 +83,7 @@ def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]
     marks = _marks(scene, failure.attempt)
     left_out = set() if failure.rank is None else {failure.rank}
     if failure.is_host_lost:
-        left_out |= scene.ranks_of(scene.lost_host(failure.attempt), failure.attempt)
+        left_out |= scene.ranks_of(scene.lost_agent(failure.attempt), failure.attempt)
     elsewhere = (scene.world_size(failure.attempt) or 0) - len(left_out | marks.keys())
     marks = {rank: mark for rank, mark in marks.items() if rank not in left_out}
     if elsewhere > 0:

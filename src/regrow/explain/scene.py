@@ -21,6 +21,7 @@ from regrow.events.evidence import (
     text,
 )
 from regrow.ledger import LostTime, Session, Span, lost_time
+from regrow.utils import host_of
 
 
 class NewServer(NamedTuple):
@@ -80,16 +81,23 @@ class Scene:
         for event in self.named("rendezvous.servers"):
             at, epoch = real(event, "monotonic"), integer(event, "epoch") or 0
             if epoch > 0 and at is not None and since <= at <= until:
-                return NewServer(self.host_at(text(event, "server") or "?"), at)
+                address = text(event, "server") or "?"
+                return NewServer(self.host_at(address) or address, at)
         return None
 
-    def host_at(self, address: str) -> str:
-        """Return the name of the host with an address; the address if the name is not known."""
+    def host_at(self, address: str) -> str | None:
+        """Return the name of the host with an address; the address if the name is not known.
+
+        None: several agents have the address, as on the loopback interface.
+        """
+        names = {name for name, known in self.story.addresses if known == address}
         for event in self.named("rendezvous.completed"):
-            by_rank = [*enumerate([text(event, "leader") or "", *strings(event, "successors")])]
-            if (integer(event, "group_rank"), address) in by_rank:
-                return text(event, "host") or address
-        return next((name for name, known in self.story.addresses if known == address), address)
+            by_rank = [text(event, "leader"), *strings(event, "successors")]
+            if by_rank.count(address) > 1:
+                return None
+            if (integer(event, "group_rank"), address) in [*enumerate(by_rank)]:
+                names.add(text(event, "host") or address)
+        return next(iter(names or {address})) if len(names) <= 1 else None
 
     def _times(self, name: str, attempt: int | None) -> list[float]:
         found = self.named(name, attempt) if attempt is not None else []
@@ -130,13 +138,27 @@ class Scene:
         until = bisect_left(same, attempt)
         return same[max(until - _MOST_BEFORE, 0) : until]
 
-    def lost_host(self, attempt: int) -> str | None:
-        """Return the host whose loss or leave ended an attempt; None if that is not recorded."""
-        for name in ("round.judged", "round.ended"):
-            for event in self.named(name, attempt):
-                if (node := text(event, "node")) is not None:
-                    return self.hosts.name(node)
-        return None
+    def lost_agent(self, attempt: int) -> int | None:
+        """Return the agent whose loss or leave ended an attempt; None if its log is not known.
+
+        Several agents may have one host name.
+        """
+        overs = [*self.named("round.judged", attempt), *self.named("round.ended", attempt)]
+        node = next((id for event in overs if (id := text(event, "node")) is not None), None)
+        if node is None:
+            return None
+        seated = [
+            event
+            for event in self.named("rendezvous.completed", attempt)
+            if text(event, "host") == host_of(node).name
+        ]
+        ranks = {n for e in seated for n, id in enumerate(strings(e, "first_ranks")) if id == node}
+        found = {agent_of(e) for e in seated if not ranks or integer(e, "group_rank") in ranks}
+        return found.pop() if len(found) == 1 else None
+
+    def of_agent(self, agent: int | None, name: str, attempt: int | None = None) -> list[Record]:
+        """Return the events `regrow.<name>` that an agent recorded."""
+        return [event for event in self.named(name, attempt) if agent_of(event) == agent]
 
     def has_left(self, failure: Failure) -> bool:
         """Return whether the host whose loss ended an attempt left with notice."""
@@ -147,13 +169,10 @@ class Scene:
         reasons = [text(e, "why") or "?" for e in overs if e.get("lost") is False]
         return failure.is_host_lost and any(one_line(why) in failure.what for why in reasons)
 
-    def ranks_of(self, host: str | None, attempt: int) -> set[int]:
-        """Return the ranks that a host had in an attempt, if its log is among these."""
-        found: set[int] = set()
-        for event in self.named("attempt.started", attempt):
-            if text(event, "host") == host:
-                found.update(integers(event, "ranks"))
-        return found
+    def ranks_of(self, agent: int | None, attempt: int) -> set[int]:
+        """Return the ranks that an agent had in an attempt, if its log is among these."""
+        started = self.of_agent(agent, "attempt.started", attempt)
+        return {rank for event in started for rank in integers(event, "ranks")}
 
     def overdue(self, attempt: int | None) -> tuple[list[int], list[int]]:
         """Return the ranks that were killed because they had outlived the grace of their stop.
@@ -211,6 +230,13 @@ class Scene:
 
 
 _MOST_BEFORE = 8
+_AGENT = "_agent"
+"""The field of each event that has the number of the agent that recorded it."""
+
+
+def agent_of(event: Record) -> int | None:
+    """Return the number of the agent that recorded an event of a scene."""
+    return integer(event, _AGENT)
 
 
 def _at(event: Record) -> float:
@@ -232,7 +258,7 @@ def scenes_of(job: Sequence[Session], spans: Iterable[Span]) -> list[Scene]:
 
 
 def _scene(number: int, session: Session, later: Session | None, spans: list[Span]) -> Scene:
-    own = [event for run in session.runs for event in run.events]
+    own = [{**e, _AGENT: number} for number, run in enumerate(session.runs) for e in run.events]
     moved, _ = on_one_clock(own)
     moved.sort(key=_at)
     index: dict[tuple[str | None, int | None], list[Record]] = {}
