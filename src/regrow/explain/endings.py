@@ -8,7 +8,7 @@ from regrow.events import Failure, ServerEnd
 from regrow.events.evidence import Record, integer, real, steps, text
 from regrow.explain import long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
-from regrow.explain.findings import begin_of, last_event_of, lease_over
+from regrow.explain.findings import DECIDING, begin_of, last_event_of, lease_over
 from regrow.explain.peers import last_step_of, last_steps, what_peers_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, many_ranks, relative, seconds
@@ -42,7 +42,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
             steps = [step for step in last_steps(scene, lost.attempt) if step < lost.at_s]
             lease = real(scene.bounds, long_settings.LEASE) or 0.0
             at = max(lost.at_s - lease, 0.0, *steps)
-    timeline = tuple(_timeline(scene, at, ended, None if lost is None else lost.at_s))
+    timeline = tuple(_timeline(scene, attempt, at, ended, None if lost is None else lost.at_s))
     spent = scene.lost_time(attempt or 0, None, at, unfinished=False)
     code = story.exit_code
     again = scene.requeued_after_s
@@ -81,16 +81,23 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
     )
 
 
-def _timeline(scene: Scene, at: float, ended: float, lost_at: float | None) -> Iterator[Phase]:
+def _timeline(
+    scene: Scene, attempt: int | None, at: float, ended: float, lost_at: float | None
+) -> Iterator[Phase]:
+    marks = [
+        ("deciding", real(scene.first("stop.failed", attempt), "monotonic"), DECIDING),
+        ("stopping", ended, _how(scene.story.state)),
+    ]
+    if lost_at is not None:
+        marks = [
+            ("silent", lost_at, "no new step; until the lease ended"),
+            ("searching", ended, "the agent searched for the others"),
+        ]
     now = at
-    if lost_at is not None and lost_at - now >= _SHOWN_S:
-        yield Phase("silent", 0.0, lost_at - at, "no new step; until the lease ended")
-        now = lost_at
-    if ended - now >= _SHOWN_S:
-        if lost_at is None:
-            yield Phase("stopping", now - at, ended - at, _how(scene.story.state))
-        else:
-            yield Phase("searching", now - at, ended - at, "the agent searched for the others")
+    for name, until, meaning in marks:
+        if until is not None and until - now >= _SHOWN_S:
+            yield Phase(name, now - at, until - at, meaning)
+            now = until
     if again := scene.requeued_after_s:
         yield Phase("scheduler", ended - at, ended - at + again, "until the next run of the job")
 

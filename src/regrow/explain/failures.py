@@ -10,7 +10,7 @@ from regrow.events.evidence import integer, real, stopped_with, text
 from regrow.explain import ladder, long_settings
 from regrow.explain.accounts import step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
-from regrow.explain.findings import begin_of, event_of, evidence_of, title_of
+from regrow.explain.findings import DECIDING, begin_of, event_of, evidence_of, title_of
 from regrow.explain.peers import what_peers_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, seconds
@@ -227,6 +227,8 @@ def _until_known(
     if not isinstance(ended, Failure) or not ended.is_host_lost:
         yield "silent", at, "no sign of life; regrow waited"
     elif scene.has_left(ended):
+        if (decided := real(scene.first("stop.failed", ended.attempt), "monotonic")) is not None:
+            yield "deciding", decided, DECIDING
         yield "notification", at, "until the other hosts knew"
     else:
         server = scene.new_server(ended.attempt, ended.restarted_attempt)

@@ -23,6 +23,10 @@ from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seco
 from regrow.utils import shortened
 
 
+DECIDING = "the agents decided which ranks stop"
+"""What happens from a request to stop at one step until the agents agree that it fails."""
+
+
 def event_of(scene: Scene, failure: Failure) -> Record:
     """Return the event of the failed worker; an empty one if no worker failed first."""
     same = [
@@ -220,12 +224,14 @@ def _same_before(scene: Scene, failure: Failure) -> str:
 def begin_of(scene: Scene, failure: Failure) -> float | None:
     """Return when it began: if a worker hung or a host is silent, its last sign of life.
 
-    For a host that left with notice, when its agent began to stop.
+    For a host that left with notice, when its agent got the signal: it then asked the ranks to
+    stop at one step, or else began to stop its own.
     """
     at = failure.at_s
     if at is not None and scene.has_left(failure):
         own = scene.of_agent(scene.lost_agent(failure.attempt), "job.stopping", failure.attempt)
-        return min([at, *(since for e in own if (since := real(e, "monotonic")) is not None)])
+        asked = scene.stop_asked(failure.attempt)
+        return min([at, *map(_time, own), *([] if asked is None else [asked])])
     return None if at is None else at - failure.silent_s
 
 

@@ -15,6 +15,7 @@ _LONGEST_TITLE = 120  # characters
 _COLOURS = {
     "takeover": "#b07aa1",
     "silent": "#b07aa1",
+    "deciding": "#e15759",
     "reaction": "#e15759",
     "detection": "#e15759",
     "notification": "#e15759",
