@@ -422,6 +422,11 @@ def test_the_time_of_a_loss_is_when_it_was_noticed_and_since_when_training_stood
     )
 
 
+def test_a_worker_that_hung_was_ended_for_its_timer_also_if_the_agent_stopped_it_meanwhile() -> None:
+    (found,) = changed("hang-timer", "worker.failed", stopped=True)
+    assert facts(found)["exit"].endswith(", because its timer expired")
+
+
 def test_a_job_that_regrow_stop_ended_by_a_signal_names_the_command() -> None:
     (found,) = changed("preempted", "job.finished", asked_by="regrow stop")
     assert found.title == "regrow stop asked the job to stop"

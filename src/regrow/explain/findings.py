@@ -74,13 +74,13 @@ def evidence_of(
     yield from _of_suspension(scene, failure, event)
     if injected := text(event, "injected"):
         yield Fact("injected", f"by --chaos: {injected}")
-    if stopped := stopped_with(event):
-        yield Fact("exit", f"regrow stopped it with {stopped}, after its exception")
-    elif failure.signal is not None and timer is None:
-        yield Fact("exit", f"killed by {failure.signal}")
-    elif failure.signal is not None:
-        why = "it sent no heartbeat" if timer and timer.heartbeat else "its timer expired"
+    if timer is not None and failure.signal is not None:
+        why = "it sent no heartbeat" if timer.heartbeat else "its timer expired"
         yield Fact("exit", f"regrow ended it with {failure.signal}, because {why}")
+    elif stopped := stopped_with(event):
+        yield Fact("exit", f"regrow stopped it with {stopped}, after its exception")
+    elif failure.signal is not None:
+        yield Fact("exit", f"killed by {failure.signal}")
     elif failure.exit_code is not None:
         yield Fact("exit", f"exit code {failure.exit_code}")
     yield from _message(scene, event, failure)
