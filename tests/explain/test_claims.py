@@ -288,8 +288,9 @@ def test_a_silence_longer_than_its_limit_is_explained_by_the_takeover() -> None:
     assert "another server took over" in found.long[0].text
     assert found.long[0].seconds == pytest.approx(found.timeline[1].end_s)
     assert facts(found)["counted"] == (
-        "these 4.0 s: by the new server, from 493 ms before host node2 took over"
+        "the new server on host node2 counts the 4.0 s from 493 ms before its takeover"
     )
+    assert "the new server counts the time from 493 ms before its takeover" in found.long[0].text
 
 
 def test_the_new_process_is_part_of_the_barrier_that_waits_for_it() -> None:
@@ -422,7 +423,7 @@ def test_the_time_of_a_loss_is_when_it_was_noticed_and_since_when_training_stood
     )
 
 
-def test_a_worker_that_hung_was_ended_for_its_timer_also_if_the_agent_stopped_it_meanwhile() -> None:
+def test_a_worker_that_hung_was_ended_for_its_timer_also_if_the_agent_stopped_it() -> None:
     (found,) = changed("hang-timer", "worker.failed", stopped=True)
     assert facts(found)["exit"].endswith(", because its timer expired")
 
@@ -470,8 +471,10 @@ def test_a_host_that_leaves_with_notice_is_not_silent() -> None:
     assert not re.search("silent|the loss|lost with", page(found))
     shown = facts(found)
     assert shown["left with it"] == "rank 2"
-    assert shown["last step"].startswith("step 25, ")
-    assert shown["its workers"].startswith("had ended ")
+    notice = "the notice of host node3 reached the other hosts"
+    assert shown["last step"] == f"step 25, 13 ms before {notice}"
+    assert shown["its workers"] == f"had ended 0.8 ms after {notice}"
+    assert found.peers == (f"ranks 0, 1 had made step 25, the last of them 8.3 ms before {notice}",)
     assert shown["exit"] == "exit code 143 of its agent"
 
 

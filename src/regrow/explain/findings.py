@@ -22,7 +22,6 @@ from regrow.explain.scene import Scene, agent_of
 from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
 
-
 DECIDING = "the agents decided which ranks stop"
 """What happens from a request to stop at one step until the agents agree that it fails."""
 
@@ -167,8 +166,9 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     server = scene.new_server(failure.attempt, failure.restarted_attempt)
     if server is not None and failure.at_s is not None and server.at < failure.at_s:
         silence = without_heartbeat_s(failure.what) or 0.0
-        since = relative(failure.at_s - silence, server.at, f"host {server.host} took over")
-        yield Fact("counted", f"these {seconds(silence)}: by the new server, from {since}")
+        since = relative(failure.at_s - silence, server.at, "its takeover")
+        counts = f"counts the {seconds(silence)} from {since}"
+        yield Fact("counted", f"the new server on host {server.host} {counts}")
     what, has_left = noticed(scene, failure), scene.has_left(failure)
     if not has_left:
         own = [event for event in scene.events if agent_of(event) == agent]

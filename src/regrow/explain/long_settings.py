@@ -14,7 +14,7 @@ from regrow.events.evidence import real, short_scope
 from regrow.events.silences import SILENT_HOST, without_heartbeat_s
 from regrow.explain.explanation import Held, Phase
 from regrow.explain.scene import Scene
-from regrow.explain.words import count, many_ranks, seconds
+from regrow.explain.words import count, many_ranks, relative, seconds
 
 LEAST_S = 1.0
 """Shorter parts are not explained."""
@@ -137,9 +137,9 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
             earlier = bound - silent
             if takeover > 0:
                 text = (
-                    "another server took over after half of a lease without an answer; a host"
-                    f" counts as lost after {seconds(bound)}, which it counted from"
-                    f" {seconds(abs(earlier))} {'before' if earlier > 0 else 'after'} that"
+                    "another server took over after half of a lease without an answer. A host counts"
+                    f" as lost {seconds(bound)} after its last heartbeat, and the new server counts"
+                    f" the time from {relative(0.0, earlier, 'its takeover')}"
                 )
             elif earlier >= _SHOWN_S:
                 text += f", which came {seconds(earlier)} before the last step"

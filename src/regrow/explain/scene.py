@@ -138,15 +138,17 @@ class Scene:
         until = bisect_left(same, attempt)
         return same[max(until - _MOST_BEFORE, 0) : until]
 
+    def lost_node(self, attempt: int) -> str:
+        """Return the id of the node whose loss or leave ended an attempt; "?" if unknown."""
+        overs = [*self.named("round.judged", attempt), *self.named("round.ended", attempt)]
+        return next((id for event in overs if (id := text(event, "node")) is not None), "?")
+
     def lost_agent(self, attempt: int) -> int | None:
         """Return the agent whose loss or leave ended an attempt; None if its log is not known.
 
         Several agents may have one host name.
         """
-        overs = [*self.named("round.judged", attempt), *self.named("round.ended", attempt)]
-        node = next((id for event in overs if (id := text(event, "node")) is not None), None)
-        if node is None:
-            return None
+        node = self.lost_node(attempt)
         seated = [
             event
             for event in self.named("rendezvous.completed", attempt)
