@@ -417,8 +417,8 @@ def test_the_time_of_a_loss_is_when_it_was_noticed_and_since_when_training_stood
     assert found.at_s < noticed
     text = " ".join(page(found).split())
     assert re.search(
-        r"no sign of training after [\d:]{8}, \S+ m?s after the start of the job, and the loss was"
-        r" noticed \S+ m?s later at [\d:]{8}, in attempt 0;",
+        r"no sign of training after [\d:]{8}\.\d, \S+ m?s after the start of the job, and the loss"
+        r" was noticed \S+ m?s later at [\d:]{8}\.\d, in attempt 0;",
         text,
     )
 
@@ -650,7 +650,16 @@ def test_the_first_repeated_step_is_part_of_the_steps_and_not_of_the_startup() -
 def test_the_time_of_a_failure_says_what_happened_then(name: str, words: str) -> None:
     found = list(explain(recorded(name)).values())[-1][-1]
     text = " ".join(page(found).split())
-    assert re.search(words.replace("TIME", r"[\d:]{8}"), text)
+    assert re.search(words.replace("TIME", r"[\d:]{8}\.\d"), text)
+
+
+def test_the_two_times_of_a_loss_differ_by_the_seconds_between_them() -> None:
+    (found,) = list(explain(recorded("host-lost-in-place")).values())[-1]
+    text = " ".join(page(found).split())
+    times = re.search(r"after \d+:\d+:(\S+), .* noticed (\S+) s later at \d+:\d+:(\S+), in", text)
+    assert times is not None
+    begin, seconds, end = map(float, times.groups())
+    assert end - begin == pytest.approx(seconds)
 
 
 def test_a_lost_rendezvous_says_when_the_last_answer_came() -> None:

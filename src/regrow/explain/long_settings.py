@@ -137,9 +137,9 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
             earlier = bound - silent
             if takeover > 0:
                 text = (
-                    "another server took over after half of a lease without an answer. A host counts"
-                    f" as lost {seconds(bound)} after its last heartbeat, and the new server counts"
-                    f" the time from {relative(0.0, earlier, 'its takeover')}"
+                    "another server took over after half of a lease without an answer. A host"
+                    f" counts as lost {seconds(bound)} after its last heartbeat, and the new server"
+                    f" counts the time from {relative(0.0, earlier, 'its takeover')}"
                 )
             elif earlier >= _SHOWN_S:
                 text += f", which came {seconds(earlier)} before the last step"

@@ -141,8 +141,15 @@ def _moment(at_s: float, day: float | None) -> str:
 
 
 def _clock(at_s: float, day: float | None) -> str:
-    """Return a time of day; empty if it is unknown."""
-    return time_stamp(at_s, day).rpartition(" ")[0]
+    """Return a time of day, rounded to tenths of a second; empty if it is unknown.
+
+    So the difference of two times is that which the page shows next to them.
+    """
+    if day is None or not math.isfinite(day + at_s):
+        return ""
+    second, tenth = divmod(round(10 * (day + at_s)), 10)
+    clock = time_stamp(0.0, second).rpartition(" ")[0]
+    return clock and f"{clock}.{tenth}"
 
 
 def _facts(facts: Iterable[Fact]) -> Iterator[str]:
