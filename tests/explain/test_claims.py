@@ -553,6 +553,15 @@ def test_a_lost_rendezvous_names_no_host_if_several_agents_have_its_address(
     assert not facts(found).get("last event")
 
 
+@pytest.mark.parametrize("name", ["continues-without", "replaced", "standby"])
+def test_a_process_whose_exit_is_known_needs_no_report_of_its_peers(name: str) -> None:
+    (found,) = changed(name, "")
+    assert facts(found)["exit"] == "killed by SIGKILL"
+    assert "TERMINATED" not in page(found)
+    (found,) = changed(name, "inprocess.restarted", kind="UNRESPONSIVE", rank=0, message="no pulse")
+    assert facts(found)["reported as"] == "no pulse"
+
+
 def test_a_search_is_as_long_as_its_setting_or_is_not_explained_by_it() -> None:
     def settings(found: Explanation) -> dict[str, str]:
         return {held.setting: held.value for held in found.long}

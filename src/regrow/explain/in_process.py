@@ -236,8 +236,8 @@ def _evidence(
     if kind not in ("EXCEPTION", "BASE_EXCEPTION"):
         if kind in TIME_OUTS:
             yield Fact("time-out", f"{kind.lower()} of the wrapper")
-        else:
-            yield Fact("reported as", f"{kind}: {message}")
+        elif not ended:  # else its exit is known
+            yield Fact("reported as", message)
         if stack := _before_interrupt(traceback):
             yield Fact("stack", "", stack)
     elif traceback:
