@@ -373,6 +373,20 @@ def test_a_lost_rank_after_which_the_wrapper_gave_up_is_the_failure() -> None:
     assert [each.rung for each in second.refusals] == [1, 2]
 
 
+def test_the_traceback_of_a_wrapper_that_gave_up_blames_no_rank_that_only_followed() -> None:
+    note = (
+        "iteration 2 ended by BASE_EXCEPTION on initial rank 0: RestartAbort('no further restart')"
+    )
+    logs = recorded("wrapper-gives-up")
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.worker.failed":
+                event["traceback"] += f"\n{note}"
+    _, second = list(explain(logs).values())[-1]
+    assert "RestartAbort: no further restart" in facts(second)["traceback"]
+    assert "initial rank" not in page(second)
+
+
 def test_a_function_that_made_steps_after_its_restart_was_called_again() -> None:
     logs = recorded("wrapper-gives-up")
     for events in logs.values():

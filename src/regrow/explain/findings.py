@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from regrow.events import Failure
@@ -121,7 +122,10 @@ def _message(scene: Scene, event: Record, failure: Failure) -> Iterator[Fact]:
         if stack:
             yield Fact("stack", "", shortened("\n".join(stack)))
     elif traceback is not None:
-        yield Fact("traceback", "", shortened(traceback))
+        shown = shortened(traceback)
+        if failure.gave_up is not None:
+            shown = tuple(line for line in shown if not _ENDED.match(line))
+        yield Fact("traceback", "", shown)
     elif not (text(event, "message") or "<N/A>").startswith(("<N/A>", "Signal ", "exit")):
         yield Fact("message", one_line(text(event, "message") or ""))
     elif ended_by_lease(scene, failure):
@@ -130,6 +134,10 @@ def _message(scene: Scene, event: Record, failure: Failure) -> Iterator[Fact]:
         yield Fact("sent by", FROM_OUTSIDE[failure.signal])
     elif failure.exit_code:
         yield Fact("exception", "none is recorded, and no known message of a crash")
+
+
+_ENDED = re.compile(r"iteration \d+ ended by ")
+"""The start of a note that names a rank which only followed when a wrapper gave up."""
 
 
 def _of_suspension(scene: Scene, failure: Failure, event: Record) -> Iterator[Fact]:
