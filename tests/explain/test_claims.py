@@ -341,7 +341,7 @@ def test_hosts_that_were_left_are_not_called_other_hosts() -> None:
 def test_a_fault_after_which_the_wrapper_gave_up_is_one_failure_of_the_rank_that_failed() -> None:
     first, second = list(explain(recorded("wrapper-gives-up")).values())[-1]
     assert (first.rung, second.rung) == (1, 3)
-    assert (second.rank, second.pid, second.cause) == (1, 4078, "exception")
+    assert (second.rank, second.pid, second.cause) == (1, 28595, "exception")
     assert "FloatingPointError('gradient overflow')" in second.title
     assert "the wrapper gave up" in second.title
     assert second.refusals[0].reason.endswith("has reached max_iterations=2")
@@ -359,14 +359,15 @@ def test_a_lost_rank_after_which_the_wrapper_gave_up_is_the_failure() -> None:
     logs = recorded("wrapper-gives-up")
     for events in logs.values():
         restarted = [e for e in events if e["name"] == "regrow.inprocess.restarted"][-1]
-        restarted |= {"kind": "TERMINATED", "message": "process 4078 on node0 has ended"}
+        restarted |= {"kind": "TERMINATED", "message": "process 28595 on node0 has ended"}
         restarted |= {"lost": [1], "lost_count": 1}
-        lost = {"name": "regrow.inprocess.lost", "rank": 1, "pid": 4078, "exitcode": -9}
+        lost = {"name": "regrow.inprocess.lost", "rank": 1, "pid": 28595, "exitcode": -9}
         failed = next(e for e in events if e["name"] == "regrow.worker.failed" and e["rank"] == 1)
         events[events.index(failed)] = restarted | lost
     _, second = list(explain(logs).values())[-1]
     assert (
-        second.title == "rank 1 on host node0 (pid 4078) was killed by SIGKILL; the wrapper gave up"
+        second.title
+        == "rank 1 on host node0 (pid 28595) was killed by SIGKILL; the wrapper gave up"
     )
     assert second.cause == "signal"
     assert facts(second)["exit"] == "killed by SIGKILL"
@@ -457,8 +458,19 @@ def test_an_in_process_restart_shows_the_last_step_of_the_rank_and_the_next_one(
 
 
 def test_the_step_after_a_restart_is_unknown_if_the_next_fault_came_earlier() -> None:
-    first, _ = list(explain(recorded("wrapper-gives-up")).values())[-1]
+    logs = recorded("wrapper-gives-up")
+    for events in logs.values():
+        ended, _ = (e for e in events if e["name"] == "regrow.attempt.ended")
+        for steps in ended["last_steps"].values():
+            steps["last_step"] = 33
+    first, _ = list(explain(logs).values())[-1]
     assert "went on with step" not in first.outcome
+
+
+def test_the_step_after_a_restart_is_known_if_the_next_fault_came_in_the_same_step() -> None:
+    first, _ = list(explain(recorded("wrapper-gives-up")).values())[-1]
+    assert first.outcome.endswith("; training went on with step 31")
+    assert facts(first)["last step"] == "step 36"
 
 
 def test_a_time_out_of_the_wrapper_is_described_in_words() -> None:

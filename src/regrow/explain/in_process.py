@@ -181,9 +181,9 @@ def _explained(
 
 
 def _went_on(event: Record, redone: int | None, reached: int | None) -> str:
-    """Return the first step after a restart, if all steps before it were reached again."""
+    """Return the first step after a restart, if the last step before it was reached again."""
     last = integer(event, "last_step")
-    if last is None or redone is None or reached is None or reached <= last:
+    if last is None or redone is None or reached is None or reached < last + (redone == 0):
         return ""
     return f"; training went on with step {last - redone + 1}"
 
