@@ -588,6 +588,41 @@ def test_a_process_whose_exit_is_known_needs_no_report_of_its_peers(name: str) -
     assert facts(found)["reported as"] == "no pulse"
 
 
+def test_the_page_of_a_stop_has_the_steps_of_all_ranks_and_who_had_stalled() -> None:
+    logs = recorded("preempted")
+    for events in logs.values():
+        (ended,) = (event for event in events if event["name"] == "regrow.attempt.ended")
+        ended["last_steps"]["1"]["last_step"] = 9
+        ended["last_steps"]["1"]["last_monotonic"] -= 0.3
+        text = "rank 1 sends heartbeats, but stays at step 9"
+        stalled = {"name": "regrow.heartbeat.stalled", "rank": 1, "message": text}
+        stalled |= {"attempt": 0, "stood": "in load_batch (train.py:8)"}
+        stalled["monotonic"] = ended["last_steps"]["1"]["last_monotonic"] + 0.1
+        events.insert(events.index(ended), {**ended, **stalled})
+    (found,) = list(explain(logs).values())[-1]
+    stall, first, second = found.peers
+    assert re.match(r"rank 0 had made step 36, \S+ ms before the stop$", first)
+    assert re.match(r"rank 1 had made step 9, \S+ ms before the stop$", second)
+    words = f"regrow reported: {text}; it was in load_batch (train.py:8)"
+    assert re.match(rf"\S+ ms before the stop, {re.escape(words)}$", stall)
+
+
+def test_a_rank_that_went_on_after_a_stall_is_not_said_to_have_stalled() -> None:
+    logs = recorded("preempted")
+    for events in logs.values():
+        stalled = {
+            "name": "regrow.heartbeat.stalled",
+            "rank": 1,
+            "message": "rank 1 stays at step 0",
+        }
+        (ended,) = (event for event in events if event["name"] == "regrow.attempt.ended")
+        ended["last_steps"]["1"]["last_step"] = 9
+        stalled["monotonic"] = ended["last_steps"]["1"]["last_monotonic"] - 0.1
+        events.insert(events.index(ended), {**ended, **stalled})
+    (found,) = list(explain(logs).values())[-1]
+    assert "stays at step 0" not in page(found)
+
+
 def test_a_search_is_as_long_as_its_setting_or_is_not_explained_by_it() -> None:
     def settings(found: Explanation) -> dict[str, str]:
         return {held.setting: held.value for held in found.long}

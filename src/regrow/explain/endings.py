@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from regrow.events import Failure, ServerEnd
-from regrow.events.evidence import Record, integer, real, steps, text
+from regrow.events.evidence import Record, integer, real, text
 from regrow.explain import long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
 from regrow.explain.findings import DECIDING, begin_of, last_event_of, lease_over
-from regrow.explain.peers import last_step_of, last_steps, what_peers_did
+from regrow.explain.peers import last_step_of, last_steps, what_peers_did, what_ranks_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, many_ranks, relative, seconds
 
@@ -60,7 +60,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         at_s=at,
         noticed_s=None if lost is None else lost.at_s,
         evidence=tuple(_evidence(scene, stopping, attempt, lost)),
-        peers=tuple(_steps(scene, attempt))
+        peers=what_ranks_did(scene, attempt, at)
         if lost is None
         else what_peers_did(scene, lost, lost.at_s),
         action=tuple(_action(scene, stopping, attempt)),
@@ -164,17 +164,6 @@ def _evidence(
         yield Fact("no common step", reason)
     if story.exit_code is not None:
         yield Fact("exit", f"exit code {story.exit_code} of the agent")
-
-
-def _steps(scene: Scene, attempt: int | None) -> Iterator[str]:
-    last = scene.story.last_step
-    if last is None:
-        return
-    made = [
-        each.last_step for event in scene.named("attempt.ended", attempt) for each in steps(event)
-    ]
-    every = {last} == {*made} and len(made) == scene.world_size(attempt)
-    yield f"{'all ranks' if every else 'the furthest rank'} had made step {last}"
 
 
 def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str]:

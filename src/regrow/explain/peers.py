@@ -67,9 +67,35 @@ def what_peers_did(scene: Scene, failure: Failure, begin: float | None) -> tuple
         begin: when it began.
     """
     lines = [*_compared(failure), *_steps(scene, failure, begin)]
+    return (*_first_lines(lines), *_consequences(failure))
+
+
+def what_ranks_did(scene: Scene, attempt: int | None, at: float) -> tuple[str, ...]:
+    """Return the last steps of all ranks before a stop, and which of them had stalled.
+
+    Args:
+        scene: the run.
+        attempt: the attempt that was stopped; None if no attempt had started.
+        at: when the stop began.
+    """
+    if attempt is None or scene.story.last_step is None:
+        return ()
+    marks, size = _marks(scene, attempt), scene.world_size(attempt)
+    made = {mark.step for mark in marks.values()}
+    if len(marks) == size and made == {scene.story.last_step}:
+        return (f"all ranks had made step {scene.story.last_step}",)
+    stalls = (each for each in scene.story.stalls if each.attempt == attempt)
+    stalled = [
+        f"{relative(each.at_s, at, 'the stop')}, regrow reported: {each.what}; it was {each.stood}"
+        for each in stalls
+        if each.rank in marks and (marks[each.rank].at or 0.0) < (each.at_s or 0.0)
+    ]
+    return _first_lines([*stalled, *_by_step(scene, attempt, set(), at, "the stop")])
+
+
+def _first_lines(lines: list[str]) -> tuple[str, ...]:
     more = len(lines) - _MOST_LINES
-    lines = [*lines[:_MOST_LINES], *([f"... {more} more lines"] if more > 0 else [])]
-    return (*lines, *_consequences(failure))
+    return (*lines[:_MOST_LINES], *([f"... {more} more lines"] if more > 0 else []))
 
 
 def _compared(failure: Failure) -> list[str]:
@@ -83,17 +109,24 @@ def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]
     what = silence_of(failure) or "the failure"
     if failure.is_host_lost:
         begin, what = failure.at_s, noticed(scene, failure)
-    marks = _marks(scene, failure.attempt)
     left_out = set() if failure.rank is None else {failure.rank}
     if failure.is_host_lost:
         left_out |= scene.ranks_of(scene.lost_agent(failure.attempt), failure.attempt)
-    elsewhere = (scene.world_size(failure.attempt) or 0) - len(left_out | marks.keys())
+    return _by_step(scene, failure.attempt, left_out, begin, what)
+
+
+def _by_step(
+    scene: Scene, attempt: int, left_out: set[int], begin: float | None, what: str
+) -> Iterator[str]:
+    """Yield a line for each group of ranks with the same last step and phase."""
+    marks = _marks(scene, attempt)
+    elsewhere = (scene.world_size(attempt) or 0) - len(left_out | marks.keys())
     marks = {rank: mark for rank, mark in marks.items() if rank not in left_out}
     if elsewhere > 0:
         yield f"{count(elsewhere, 'rank')} on other hosts: unknown, their logs were not given"
     unknown = [rank for rank, mark in marks.items() if not mark.is_known]
     if unknown:
-        started = scene.named("attempt.started", failure.attempt)
+        started = scene.named("attempt.started", attempt)
         hosts = [text(e, "host") for e in started if {*integers(e, "ranks")} & {*unknown}]
         where = f" on host {hosts[0]}" if len(hosts) == 1 else ""
         yield f"{many_ranks(unknown)}{where}: unknown, the log of the host ends before that"
