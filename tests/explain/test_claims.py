@@ -882,3 +882,13 @@ def test_an_exception_that_another_host_marks_as_injected_is_injected() -> None:
     (found,) = changed("in-process", "inprocess.raised", injected="raise rank=1")
     assert found.injected == "raise rank=1"
     assert facts(found)["injected"] == "by --chaos: raise rank=1"
+
+
+def test_a_page_with_another_number_than_the_story_shows_that_of_the_story() -> None:
+    first, second = list(explain(recorded("wrapper-gives-up")).values())[-1]
+    assert (first.number, first.story_number) == (1, None)
+    assert (second.number, second.story_number) == (2, 1)
+    assert "in attempt 0, failure 1 of `regrow events`; training" in " ".join(page(second).split())
+    (same,) = list(explain(recorded("sigkill")).values())[-1]
+    assert (same.number, same.story_number) == (1, 1)
+    assert "regrow events" not in page(same)

@@ -65,3 +65,9 @@ def test_a_signal_to_the_whole_job_counts_the_wait_for_a_common_step() -> None:
     (stop,) = list(explain(logs).values())[-1]
     assert stop.at_s == pytest.approx(ASKED_S - 0.1)  # this log begins 0.1 s later
     assert [phase.name for phase in stop.timeline] == ["deciding", "stopping"]
+
+
+def test_a_host_that_leaves_with_notice_is_a_change_and_no_failure() -> None:
+    leave, _ = explanations(on_two_hosts())
+    assert leave.is_planned
+    assert page(leave).startswith("Change 1 of job")

@@ -118,6 +118,8 @@ class Explanation:
 
     number: int = 0
     """Counted from 1, in order of time over all runs of the job."""
+    story_number: int | None = None
+    """Number of this failure in the story of its run (`regrow events`); None: it is none there."""
     run_id: str | None = None
     """The job."""
     script: str | None = None
@@ -130,6 +132,8 @@ class Explanation:
     """What failed first, in one line."""
     cause: str
     """exception, exit, signal, hang, heartbeat, node, membership, server, stop or unknown."""
+    is_planned: bool = False
+    """Whether it is a change of the hosts without a failure: some joined, or left with notice."""
     rung: int | None
     """Rung of the ladder that recovered from it; None if none did."""
     outcome: str

@@ -22,8 +22,8 @@ _MOST_HOSTS = 8
 _NO_FAILURE = Fact("failure", "none: no worker failed, and no host was lost")
 
 
-def explain_failure(scene: Scene, failure: Failure) -> Explanation:
-    """Explain the failure that ended an attempt."""
+def explain_failure(scene: Scene, failure: Failure, number: int) -> Explanation:
+    """Explain the failure that ended an attempt; `number` is that of the story."""
     event = event_of(scene, failure)
     begin = begin_of(scene, failure)
     exited = real(event, "exited_monotonic")
@@ -32,9 +32,11 @@ def explain_failure(scene: Scene, failure: Failure) -> Explanation:
     rung = _rung(scene, failure)
     is_silent = begin != failure.at_s and not scene.has_left(failure)
     return Explanation(
+        story_number=number,
         attempt=failure.attempt,
         title=title_of(scene, failure),
         cause=failure.cause,
+        is_planned=scene.has_left(failure),
         rung=rung,
         outcome=_outcome(scene, failure, rung),
         rank=failure.rank,
@@ -61,6 +63,7 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
         attempt=change.attempt,
         title=f"{_joined(change)} joined" if change.joined else change.reason,
         cause="membership",
+        is_planned=True,
         rung=4,
         outcome=_went_on(change),
         at_s=change.at_s,

@@ -74,7 +74,7 @@ def _explained(scene: Scene) -> list[Explanation]:
     if last is not None and is_cut_off and last.restarted_attempt is None:
         failures, lost = failures[:-1], last  # the error is what became of this loss
     found = [
-        *(explain_failure(scene, failure) for failure in failures),
+        *(explain_failure(scene, failure, n) for n, failure in enumerate(failures, 1)),
         *(explain_change(scene, change) for change in story.moves),
         *explain_in_process(scene),
         *explain_cut_short(scene),

@@ -72,10 +72,8 @@ def _day(each: Explanation) -> float | None:
 
 def heading(each: Explanation) -> str:
     """Return what an explanation is of, with its number: `Failure 2`."""
-    return f"{_HEADINGS.get(each.cause, 'Failure')} {each.number}"
-
-
-_HEADINGS = {"membership": "Change", "stop": "Stop"}
+    kind = "Change" if each.is_planned else "Stop" if each.cause == "stop" else "Failure"
+    return f"{kind} {each.number}"
 
 
 _BEGUN = {
@@ -102,6 +100,8 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
         when.append(f"in run {each.run} of the job")
     if each.attempt is not None:
         when.append(f"in attempt {each.attempt}")
+    if each.story_number is not None and f"Failure {each.story_number}" != heading(each):
+        when.append(f"failure {each.story_number} of `regrow events`")
     parts = filter(None, [", ".join(when), clean(each.outcome)])
     yield from _wrapped(f"  {'; '.join(parts)}", "  ")
     yield ""
