@@ -23,7 +23,7 @@ def started(at: float, attempt: int) -> list[Line]:
 
 def failing(restarts: int) -> list[Line]:
     """A job whose workers start again so many times."""
-    found = [line("job.started", 0.0, -1)]
+    found = [line("job.started", 0.0, -1, time=0.0, nproc_per_node=2)]
     for attempt in range(restarts + 1):
         at = 60.0 * attempt
         found += started(at, attempt)
@@ -34,13 +34,13 @@ def failing(restarts: int) -> list[Line]:
 
 def replaced(restarts: int) -> list[Line]:
     """A job in which a rank is replaced so many times."""
-    found = [line("job.started", 0.0, -1), *started(0.0, 0)]
+    found = [line("job.started", 0.0, -1, time=0.0, nproc_per_node=2), *started(0.0, 0)]
     for number in range(restarts):
         at = 60.0 * (number + 1)
         known = {"rank": 1, "incarnation": number}
         found.append(line("worker.vacated", at, 0, **known, pid=number, how="by SIGKILL"))
         found.append(line("worker.replaced", at + 1, 0, rank=1, incarnation=number + 1))
-        fields = {"iteration": number + 1, "replaced": [1]}
+        fields = {"iteration": number + 1, "rank": 1, "replaced": [1]}
         found.append(line("inprocess.restarted", at + 3, 0, **fields))
         found.append(line("state.sent", at + 4, 0, iteration=number + 1, rank=2, targets=[1]))
     return found
