@@ -83,6 +83,14 @@ def test_a_failure_on_another_host_is_shown_but_not_counted() -> None:
     assert shown.endswith("| the agent on host b: no program")
 
 
+def test_a_worker_that_raised_and_was_then_stopped_is_shown_with_its_exception() -> None:
+    name, raised = RAISED
+    stopped = raised | {"signal": "SIGTERM", "stopped": True}
+    assert line(STARTED, RUNNING, (name, stopped)).endswith("| rank 0: ValueError: x")
+    elsewhere = stopped | {"host": "b", "told_monotonic": 1.0}
+    assert line(STARTED, RUNNING, (name, elsewhere)).endswith("| rank 0 on host b: ValueError: x")
+
+
 def test_incidents_of_other_nodes_are_shown() -> None:
     lost = ("regrow.round.ended", {"why": "its connection broke", "node": "n2"})
     assert line(STARTED, RUNNING, lost).endswith("| its connection broke")

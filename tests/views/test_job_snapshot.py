@@ -109,6 +109,18 @@ def test_a_watch_follows_a_job_through_a_restart(job: WrittenJob, tmp_path: Path
     follows.close()
 
 
+def test_a_rank_that_raised_and_was_then_stopped_is_shown_with_its_exception(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    job.start()
+    job.fail(1, "ValueError: x", exit_code=-15, signal="SIGTERM", stopped=True)
+    found = seen(tmp_path)
+    assert (found.ranks[1].what, found.nodes[0].incident) == (
+        "ValueError: x",
+        "rank 1: ValueError: x",
+    )
+
+
 def test_a_job_whose_agent_is_gone_was_killed(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path, pid=ended_pid())
     job.start()

@@ -18,7 +18,7 @@ from typing import Any
 
 from regrow._accounts import FIRST_STEP, STEPS
 from regrow.events import Story, story
-from regrow.events.evidence import Record, integer, one_line, real, text
+from regrow.events.evidence import Record, integer, one_line, real, stopped_with, text
 from regrow.views.pages import StepSample
 from regrow.views.restarts import (
     Evidence,
@@ -358,7 +358,8 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             log.state = (text(event, "state") or "finished").lower()
             log.restarts_left = integer(event, "restarts_left")
         case "worker.failed" if real(event, "told_monotonic") is None:
-            what = one_line(text(event, "signal") or text(event, "message") or "failed")
+            signal = None if stopped_with(event) else text(event, "signal")
+            what = one_line(signal or text(event, "message") or "failed")
             log.evidence.failed[integer(event, "attempt") or 0, integer(event, "rank")] = event
             log.report(event, f"rank {integer(event, 'rank')}: {what}")
             log.change(event, state="failed", what=what)

@@ -126,12 +126,11 @@ def _advanced(status: JobStatus, name: str, metadata: Mapping[str, Any]) -> JobS
         case "regrow.worker.failed" if "told_monotonic" in metadata:  # on another host
             rank = metadata.get("rank")
             who = f"rank {rank}" if rank is not None else "the agent"
-            what = metadata.get("signal") or metadata.get("message")
-            return replace(status, incident=f"{who} on host {metadata.get('host')}: {what}")
+            incident = f"{who} on host {metadata.get('host')}: {_how_failed(metadata)}"
+            return replace(status, incident=incident)
         case "regrow.worker.failed":
             rank = int(metadata["rank"])
-            how = metadata.get("killed_with") or metadata.get("signal") or metadata.get("message")
-            incident = str(how) if metadata.get("killed_with") else f"rank {rank}: {how}"
+            incident = str(metadata.get("killed_with") or f"rank {rank}: {_how_failed(metadata)}")
             if status.gone or rank in status.hung:
                 incident = status.incident  # keep the first failure, with its reason
             return replace(status, gone=status.gone | {rank}, incident=incident)
@@ -195,6 +194,12 @@ def _advanced(status: JobStatus, name: str, metadata: Mapping[str, Any]) -> JobS
         case "regrow.job.finished":
             return replace(status, phase=str(metadata.get("state", "finished")).lower())
     return status
+
+
+def _how_failed(metadata: Mapping[str, Any]) -> object:
+    """Return the signal that ended a worker; its message if it had failed before the signal."""
+    signal = None if metadata.get("stopped") else metadata.get("signal")
+    return signal or metadata.get("message")
 
 
 def render(status: JobStatus, width: int, now: float) -> str:
