@@ -165,6 +165,16 @@ def test_control_characters_of_a_job_do_not_reach_the_terminal(
     assert not {"\x1b", "\x07"} & {*text}
 
 
+def test_control_characters_in_a_state_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    job.start()
+    job.end("FAILED")
+    job.finish("\x1b]0;t\x07\x1b[2J over")
+    text = shown(tmp_path)
+    assert "over" in text
+    assert not {"\x1b", "\x07"} & {*text}
+
+
 def test_the_ranks_that_are_not_shown_are_counted(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path, 2)
     job.start(world_size=4)

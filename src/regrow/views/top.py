@@ -188,7 +188,7 @@ def _text(text: str, is_cut: bool, style: str = "") -> Text:
 
 
 def _state(state: str) -> Text:
-    return Text(state, _STYLES.get(state, "yellow"))
+    return _text(state, True, _STYLES.get(state, "yellow"))
 
 
 def _number(value: float | None) -> str:
