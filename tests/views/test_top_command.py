@@ -39,13 +39,14 @@ def shown(runs: Path, height: int | None = None, fault: str | None = None, width
     return out.getvalue()
 
 
-def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+def top(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "regrow", "top", *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         check=False,
+        env=os.environ | environ,
     )
 
 
@@ -173,6 +174,25 @@ def test_control_characters_in_a_state_do_not_reach_the_terminal(tmp_path: Path)
     text = shown(tmp_path)
     assert "over" in text
     assert not {"\x1b", "\x07"} & {*text}
+
+
+def test_a_text_that_is_not_cut_is_whole_and_in_its_own_letters(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, run_id="größe", host="hôte")
+    job.start()
+    reason = "é" * 5 + " word" * 200
+    job.end("FAILED")
+    job.finish("FAILED", 1, reason)
+    text = " ".join(shown(tmp_path).split())
+    assert reason in text
+    assert "regrow train.py größe failed" in text
+    assert "hôte" in text
+
+
+def test_an_output_without_a_letter_of_the_job_gets_a_question_mark(tmp_path: Path) -> None:
+    WrittenJob(tmp_path, run_id="größe").close()
+    done = top("--once", str(tmp_path), PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gr??e" in done.stdout
 
 
 def test_the_ranks_that_are_not_shown_are_counted(tmp_path: Path) -> None:

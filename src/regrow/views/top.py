@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from regrow.events import clean
 from regrow.explain import RUNG_NAMES
+from regrow.utils import printable
 from regrow.views.job_snapshot import Node, Rank, Snapshot
 from regrow.views.restarts import Restart
 from regrow.views.runs import Library
@@ -69,7 +69,10 @@ def render(
             then those that are most behind.
         fault: why the other hosts are not reached now; empty if they are, None without an endpoint.
     """
-    above: list[RenderableType] = [_head(snapshot), _nodes(snapshot.nodes, fits)]
+    above: list[RenderableType] = [_head(snapshot)]
+    if snapshot.is_over and snapshot.reason not in ("", snapshot.state):
+        above.append(_text(snapshot.reason, fits))
+    above.append(_nodes(snapshot.nodes, fits))
     if fault:
         above.append(_text(f"not reached now: {fault}", fits, "red"))
     if snapshot.restarts:
@@ -90,9 +93,8 @@ def render(
 
 
 def _head(s: Snapshot) -> Text:
-    line = Text.assemble(
-        ("regrow ", "bold"), clean(f"{s.script or 'job'} {s.run_id or ''}  "), _state(s.state)
-    )
+    name = printable(f"{s.script or 'job'} {s.run_id or ''}")
+    line = Text.assemble(("regrow ", "bold"), f"{name}  ", _state(s.state))
     at_least = "at least " if s.step_is_minimum else ""
     facts = [
         f"{'ran' if s.is_over else 'running'} for {_duration(s.duration_s)}",
@@ -105,10 +107,7 @@ def _head(s: Snapshot) -> Text:
         f"restarts left {_number(s.restarts_left)}",
         f"steps done again {s.lost_steps}",
     ]
-    is_reason_new = s.is_over and s.reason != s.state
-    return line.append("\n" + ", ".join(facts)).append(
-        f"\n{clean(s.reason)}" if is_reason_new else ""
-    )
+    return line.append("\n" + ", ".join(facts))
 
 
 def _nodes(nodes: Sequence[Node], fits: bool) -> Table:
@@ -183,8 +182,15 @@ _NARROWED = ("node", "latest", "what", "phase", "")
 
 
 def _text(text: str, is_cut: bool, style: str = "") -> Text:
-    """Return a text that is cut at the end of the line, or continues on the next one."""
-    return Text(clean(text), style, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
+    """Return a text without control characters.
+
+    Args:
+        text: from a log, or from an agent on another host.
+        is_cut: cut the text at the end of the line; else it continues on the next one.
+        style: of rich.
+    """
+    plain = printable(text) if is_cut else printable(text, len(text))
+    return Text(plain, style, no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
 
 
 def _state(state: str) -> Text:

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import TextIOWrapper
 
 from regrow.cli.args.which_job import add_library, library_of
 from regrow.cli.screen.output import to_reader
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str]) -> None:
         hint = f"give the --log-dir of one, or {unnamed} for jobs without --log-dir"
         where = args.rdzv_endpoint or f"{runs}: {hint}"
         parser.exit(2, f"regrow top: no job in {where}\n")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name of the job may not be in its encoding
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else int(os.environ.get("COLUMNS") or 120)
     with to_reader():
