@@ -125,8 +125,8 @@ class _Reporter:
             finally:
                 os.close(pipe)
 
-    def heartbeat(self) -> None:
-        self._times[_HEARTBEAT_TIME] = monotonic()
+    def heartbeat(self, at: float) -> None:
+        self._times[_HEARTBEAT_TIME] = at
 
     def set_restart_state(self, state: int) -> None:
         self._numbers[_RESTART_STATE] = state
@@ -247,11 +247,15 @@ def stopping() -> bool | None:
     return None if reporter is None else reporter.stopping()
 
 
-def heartbeat() -> None:
-    """Show that an exchange of heartbeats has just succeeded; no effect outside of regrow."""
+def heartbeat(at: float) -> None:
+    """Report when an exchange of heartbeats last succeeded; no effect outside of regrow.
+
+    Args:
+        at: monotonic seconds; 0: the heartbeats have ended.
+    """
     reporter = _own()
     if reporter is not None:
-        reporter.heartbeat()
+        reporter.heartbeat(at)
 
 
 def wake_agent() -> None:

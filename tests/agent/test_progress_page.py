@@ -90,6 +90,32 @@ def test_a_step_and_its_time_are_never_read_half_written() -> None:
     assert times == sorted(times)
 
 
+BEATING = """
+import regrow.heartbeat
+ended = regrow.heartbeat.start(60)
+print(flush=True)
+input()
+ended.set()
+"""
+
+
+def test_the_time_of_the_last_heartbeat_is_there_until_the_heartbeats_end(
+    page: WorkerReports,
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BEATING],
+        env=os.environ | page.environment(0) | {"RANK": "0", "WORLD_SIZE": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"\n"
+        assert page.heartbeats()[0] > 0
+        worker.communicate(b"\n", PATIENCE)
+    assert worker.returncode == 0
+    assert page.heartbeats()[0] == 0
+
+
 @pytest.fixture
 def page() -> Iterator[WorkerReports]:
     page = page_of_one()

@@ -26,6 +26,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from regrow._progress import OTHERS_GO_ON, heartbeat, restart_state
@@ -92,7 +93,7 @@ class FailurePolicy:
 
         SIGABRT comes `death.ABORT_S` after that time, and SIGKILL comes `KILL_S` after it.
         """
-        heartbeat()
+        heartbeat(monotonic())
         with self._lock:
             self._armed = True
             for timer, more in self._kernel:
@@ -144,6 +145,8 @@ class FailurePolicy:
         """End the policy: no beat and no failure follows."""
         with self._lock:
             self._decided = True
+            if self._armed:  # else this process may already run its next heartbeat
+                heartbeat(0.0)
             self._armed = False
             self._close_timers()
             if self._agent is not None:

@@ -76,7 +76,7 @@ class Rank:
     step_age_s: float | None = None
     """Seconds since its last step; None if it does not run, or the clock is unknown."""
     heartbeat_age_s: float | None = None
-    """Seconds since its last heartbeat to the other workers; None without `--heartbeat`."""
+    """Seconds since its last exchange of heartbeats succeeded; None if it sends no heartbeats."""
     pace: float | None = None
     """Steps per second of late, or over the attempt.
 

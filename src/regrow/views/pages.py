@@ -32,7 +32,7 @@ class StepSample(NamedTuple):
     phase: str = ""
     """The phase in which it is (`regrow.phase`); "" outside of phases."""
     heartbeat_at: float = 0.0
-    """When its last exchange of heartbeats succeeded; 0 if none did."""
+    """When its last exchange of heartbeats succeeded; 0 if none did, or if they have ended."""
 
 
 class StepPage:

@@ -153,7 +153,10 @@ class WorkerReports:
             return {s: _accounts.open_phase(self._memory, s * SLOT_BYTES + offset) for s in slots}
 
     def heartbeats(self) -> dict[int, float]:
-        """Return when each local rank last exchanged heartbeats, 0 if never; none after `close`."""
+        """Return when each local rank last exchanged heartbeats; none after `close`.
+
+        The time is 0 if no exchange succeeded, or if the heartbeats have ended.
+        """
         with self._lock:
             slots = range(0 if self._memory.closed else len(self._ranks))
             return {s: SLOT.unpack_from(self._memory, s * SLOT_BYTES)[5] for s in slots}
