@@ -166,6 +166,20 @@ def test_a_first_step_may_stand_before_the_start_of_its_attempt(tmp_path: Path) 
     ]
 
 
+def test_a_first_step_before_the_start_of_its_attempt_changes_no_step_of_the_attempt_before(
+    tmp_path: Path,
+) -> None:
+    job = WrittenJob(tmp_path, pid=ended_pid())
+    job.start()
+    job.step(0, 50)
+    job.step(1, 50)
+    job.end("FAILED")
+    fields = {"local_rank": 0, "step_monotonic": 1.0}
+    job.emit("worker.first_step", rank=0, step=41, **fields, attempt=1)
+    ranks = seen(tmp_path).ranks
+    assert [(rank.step, rank.step_is_minimum) for rank in ranks] == [(50, False), (50, False)]
+
+
 def test_the_age_of_a_step_that_is_out_of_reach_is_unknown(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path, host="elsewhere")
     job.start()

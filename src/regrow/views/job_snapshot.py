@@ -393,7 +393,8 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             step = integer(event, "step")
             if (integer(event, "attempt") or 0) > log.attempt:
                 log.early[integer(event, "rank")] = step
-            log.change(event, step=step, step_is_minimum=True)
+            else:
+                log.change(event, step=step, step_is_minimum=True)
         case "worker.accounts" if event is log.last_accounts:
             accounts = mapping(event.get("accounts"))
             log.ranks = [_with_account(rank, accounts.get(str(rank.rank))) for rank in log.ranks]
