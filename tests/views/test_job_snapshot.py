@@ -22,6 +22,7 @@ from regrow.explain import explain
 from regrow.ledger import build_ledgers
 from regrow.views import JobWatch, Library, Snapshot, snapshot
 from regrow.views.job_snapshot import Source
+from regrow.views.runs import OPEN_S
 
 
 @pytest.fixture
@@ -206,6 +207,42 @@ def test_a_log_of_another_host_without_an_end_may_be_of_a_running_job(tmp_path: 
     assert (found.state, found.is_over, found.nodes[0].alive) == ("running", False, None)
     assert found.step is None  # its page is out of reach
     job.close()
+
+
+def of_two_hosts(runs: Path, state: str, *, ago: float) -> Snapshot:
+    """Return a job: a host has reported an end, and the log of another one ended `ago` s ago."""
+    first, second = WrittenJob(runs, [0], host="a"), WrittenJob(runs, [1], host="b")
+    for job in (first, second):
+        job.start(world_size=2)
+        job.close()
+    first.end(state)
+    first.finish(state)
+    log = second.directory / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    for event in events:
+        event["time"] -= ago
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return seen(runs)
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "STOPPED"])
+def test_a_job_is_over_if_a_host_reported_its_end_and_another_log_just_ends(
+    tmp_path: Path, state: str
+) -> None:
+    found = of_two_hosts(tmp_path, state, ago=OPEN_S)
+    assert (found.state, found.is_over) == (state.lower(), True)
+    assert [node.state for node in found.nodes] == ["unknown", state.lower()]
+    assert found.duration_s is not None
+    assert found.duration_s < OPEN_S, "until the end"
+    assert {rank.rank: rank.state for rank in found.ranks}[1] == "unknown"
+
+
+@pytest.mark.parametrize(("state", "ago"), [("SUCCEEDED", 0.0), ("SIGNALED", OPEN_S)])
+def test_a_job_runs_on_if_a_host_may_have_left_or_may_report_its_end_yet(
+    tmp_path: Path, state: str, ago: float
+) -> None:
+    found = of_two_hosts(tmp_path, state, ago=ago)
+    assert (found.state, found.is_over) == ("running", False)
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "STOPPED", "SIGNALED", "ERROR"])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,24 @@ def test_a_job_that_is_over_ran_and_repeats_no_state(tmp_path: Path) -> None:
     head = shown(tmp_path).partition("node ")[0].splitlines()
     assert head[0].endswith("train.py job  succeeded")
     assert [line[:7] for line in head[1:] if line] == ["ran for"]
+
+
+def test_a_node_without_an_end_in_a_job_that_is_over_has_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, lost = WrittenJob(tmp_path, [0], host="a"), WrittenJob(tmp_path, [1], host="b")
+    for job in (first, lost):
+        job.start(world_size=2)
+        job.close()
+    first.end("SUCCEEDED")
+    first.finish("SUCCEEDED", reason="succeeded")
+    later = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    head, _, rest = shown(tmp_path).partition("node ")
+    assert head.startswith("regrow train.py job  succeeded\nran for 0.")
+    (row,) = (line.split() for line in rest.splitlines() if line.startswith("b "))
+    assert row[1] == "unknown"
+    assert " ".join(row[6:]).startswith("its log ends at 20")
 
 
 def test_a_text_of_a_job_is_no_markup(job: WrittenJob, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from typing import Any
 
 from regrow._accounts import FIRST_STEP, STEPS
@@ -28,6 +29,7 @@ from regrow.views.restarts import (
     repeated_steps,
     restarts_of,
 )
+from regrow.views.runs import OPEN_S
 
 PACE_S = 5.0
 """Seconds over which the pace of a rank is measured."""
@@ -96,7 +98,10 @@ class Node:
     """Name of the run's directory."""
     host: str
     state: str
-    """waiting, starting, running, restarting, stopping, killed, unknown, succeeded, failed, ..."""
+    """waiting, starting, running, restarting, stopping, killed, unknown, succeeded, failed, ...
+
+    It is unknown if another agent has reported the end of the job, and this log just ends.
+    """
     attempt: int
     round: int
     node_rank: int | None
@@ -190,8 +195,9 @@ def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot
         sources: the logs of its agents, at least one, in the order in which they started.
         of_job: their story, if the caller has it already.
     """
-    logs = [_read(index, source) for index, source in enumerate(sources)]
     of_job = of_job or story_of(sources)
+    is_job_over = of_job.state in _ENDS_ALL or of_job.asked_by is not None
+    logs = [_read(i, source, is_job_over=is_job_over) for i, source in enumerate(sources)]
     number = max((log.attempt for log in logs), default=-1)
     ranks = _with_behind([rank for log in logs if log.attempt == number for rank in log.ranks])
     nodes = tuple(log.node(source) for log, source in zip(logs, sources, strict=True))
@@ -233,7 +239,9 @@ def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot
 
 
 _ENDED = frozenset({"failed", "stopped", "succeeded", "lost", "unknown"})
-_OVER = frozenset({"killed", "succeeded", "failed", "signaled", "stopped", "error"})
+_OVER = frozenset({"killed", "unknown", "succeeded", "failed", "signaled", "stopped", "error"})
+_ENDS_ALL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
+"""Ends that an agent reports when the job ends on all nodes; else it may have left alone."""
 _TO_BLAME = ("failed", "error", "killed", "signaled", "stopped", "succeeded")
 
 
@@ -295,14 +303,24 @@ class _Log:
         """Keep an event as the latest incident."""
         self.incident, self.incident_at = incident, real(event, "time")
 
+    def end(self, source: Source, *, is_job_over: bool) -> None:
+        """Set the state of an agent whose log has no end, if it does not run any more."""
+        if self.state in _OVER:
+            return
+        silent_s = inf
+        if source.now is not None and self.last_monotonic is not None:
+            silent_s = source.now - self.last_monotonic
+        if source.alive is False:
+            self.state = "killed"
+        # The agents of a job report its end one after the other.
+        elif source.alive is None and is_job_over and silent_s >= OPEN_S:
+            self.state = "unknown"
+
     def node(self, source: Source) -> Node:
-        state = self.state
-        if state not in _OVER and source.alive is not None and not source.alive:
-            state = "killed"
         return Node(
             name=source.name,
             host=self.host,
-            state=state,
+            state=self.state,
             attempt=self.attempt,
             round=self.round,
             node_rank=self.node_rank,
@@ -315,7 +333,7 @@ class _Log:
         )
 
 
-def _read(index: int, source: Source) -> _Log:
+def _read(index: int, source: Source, *, is_job_over: bool) -> _Log:
     log = _Log(index)
     log.last_start = _last(source.events, "regrow.attempt.started")
     log.last_accounts = _last(source.events, "regrow.worker.accounts")
@@ -324,7 +342,8 @@ def _read(index: int, source: Source) -> _Log:
         log.last_monotonic = real(event, "monotonic") or log.last_monotonic
         log.round = max(log.round, integer(event, "round") or -1)
         _apply(log, text(event, "name") or "", event)
-    runs = log.state not in _OVER and source.alive is not False
+    log.end(source, is_job_over=is_job_over)
+    runs = log.state not in _OVER
     log.ranks = [_with_steps(rank, source, runs=runs) for rank in log.ranks]
     return log
 
@@ -519,8 +538,7 @@ def _numbers(value: object) -> list[int]:
 def _state(of_job: Story, nodes: Sequence[Node]) -> str:
     """Return the state of the job: of its running nodes, else of its end."""
     running = [node.state for node in nodes if node.state not in _OVER]
-    # A node that has reported the end of all speaks for a node whose end is unknown.
-    if running and not (of_job.state and all(node.alive is None for node in nodes)):
+    if running:
         return next((state for state in running if state == "running"), running[0])
     if of_job.state:
         return of_job.state.lower()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from regrow.explain import RUNG_NAMES
-from regrow.utils import printable
+from regrow.utils import date_stamp, printable
 from regrow.views.job_snapshot import Node, Rank, Snapshot
 from regrow.views.restarts import Restart
 from regrow.views.runs import Library
@@ -114,7 +114,9 @@ def _nodes(nodes: Sequence[Node], fits: bool) -> Table:
     table = _table("node", "state", "node rank", "attempt", "round", "answered", "latest")
     for node in nodes:
         numbers = (_number(node.node_rank), _number(node.attempt), _number(node.round))
-        host, incident = _text(node.host, fits), _text(node.incident, fits)
+        is_lost = node.state == "unknown"
+        latest = f"its log ends at {date_stamp(node.last)}" if is_lost else node.incident
+        host, incident = _text(node.host, fits), _text(latest, fits)
         table.add_row(host, _state(node.state), *numbers, _ago(node.answered_s), incident)
     return table
 
