@@ -114,6 +114,19 @@ def test_the_last_heartbeat_of_a_rank_is_shown_if_there_are_heartbeats(
     assert 12 <= float(row[-4]) < 60
 
 
+def test_heartbeats_leave_room_for_what_happened_to_a_rank(job: WrittenJob, tmp_path: Path) -> None:
+    job.begun -= 120
+    for rank in range(512):
+        job.step(rank, 123456)
+    job.emit("timer.expired", rank=2, signal="SIGKILL", stood="in all_reduce (hang.py:33)")
+    for rank in range(512):
+        job.heartbeat(rank, ago=12)
+    text = shown(tmp_path, width=80)
+    assert "heartbeat" not in text
+    (row,) = (line for line in text.splitlines() if line.split()[:2] == ["2", "hung"])
+    assert "in all_" in row
+
+
 def test_a_hang_of_all_ranks_is_in_the_head(tmp_path: Path) -> None:
     job = WrittenJob(tmp_path)
     job.start()

@@ -21,6 +21,8 @@ from regrow.views.watch import JobWatch
 REFRESH_S = 0.25
 """Seconds between two drawings."""
 MOST_RESTARTS = 5
+WIDE = 100
+"""Columns of a terminal from which the heartbeats leave enough room for what happened to a rank."""
 _STYLES = {"running": "green", "succeeded": "green", "failed": "red", "killed": "red"}
 
 
@@ -89,7 +91,7 @@ def render(
     if fits:
         used = len(console.render_lines(Group(*above, *below)))
         room = max(console.height - used - 2, 3)  # without the heading, and the number of the rest
-    return Group(*above, _ranks(snapshot.ranks, room), *below)
+    return Group(*above, _ranks(snapshot.ranks, room, console.width), *below)
 
 
 def _head(s: Snapshot) -> Text:
@@ -130,8 +132,9 @@ def _restarts(restarts: Sequence[Restart], fits: bool) -> Table:
     return table
 
 
-def _ranks(ranks: Sequence[Rank], room: int) -> RenderableType:
-    beats = ("heartbeat",) if any(r.heartbeat_age_s is not None for r in ranks) else ()
+def _ranks(ranks: Sequence[Rank], room: int, width: int) -> RenderableType:
+    has_beats = width >= WIDE and any(rank.heartbeat_age_s is not None for rank in ranks)
+    beats = ("heartbeat",) if has_beats else ()
     numbers = ("rank", "step", "behind", "steps/s", "last step", *beats, "pid")
     columns = (
         "rank",
