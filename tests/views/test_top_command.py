@@ -108,10 +108,12 @@ def test_the_last_heartbeat_of_a_rank_is_shown_if_there_are_heartbeats(
     for rank in range(512):
         job.step(rank, 100)
     assert "heartbeat" not in shown(tmp_path)
+    assert "last exchange" not in shown(tmp_path)
     job.heartbeat(7, ago=12)
     (row,) = (line.split() for line in shown(tmp_path).splitlines() if line.split()[:1] == ["7"])
     assert " ".join(row[-4:]).endswith("s ago 1007")
     assert 12 <= float(row[-4]) < 60
+    assert "last exchange" in shown(tmp_path)
 
 
 def test_heartbeats_leave_room_for_what_happened_to_a_rank(job: WrittenJob, tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_heartbeats_leave_room_for_what_happened_to_a_rank(job: WrittenJob, tmp_
     for rank in range(512):
         job.heartbeat(rank, ago=12)
     text = shown(tmp_path, width=80)
-    assert "heartbeat" not in text
+    assert "last exchange" not in text
     (row,) = (line for line in text.splitlines() if line.split()[:2] == ["2", "hung"])
     assert "in all_" in row
 

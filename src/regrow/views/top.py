@@ -134,7 +134,7 @@ def _restarts(restarts: Sequence[Restart], fits: bool) -> Table:
 
 def _ranks(ranks: Sequence[Rank], room: int, width: int) -> RenderableType:
     has_beats = width >= WIDE and any(rank.heartbeat_age_s is not None for rank in ranks)
-    beats = ("heartbeat",) if has_beats else ()
+    beats = ("last exchange",) if has_beats else ()
     numbers = ("rank", "step", "behind", "steps/s", "last step", *beats, "pid")
     columns = (
         "rank",

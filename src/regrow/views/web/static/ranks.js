@@ -29,7 +29,7 @@ export function describe(rank, nodes) {
   if (shade(rank) === "stale") parts.push("no recent step");
   else if (rank.pace !== null) parts.push(`${number(rank.pace)} steps/s`);
   if (rank.step_age_s !== null) parts.push(`last step ${duration(rank.step_age_s)} ago`);
-  if (rank.heartbeat_age_s !== null) parts.push(`last heartbeat ${duration(rank.heartbeat_age_s)} ago`);
+  if (rank.heartbeat_age_s !== null) parts.push(`last exchange of heartbeats ${duration(rank.heartbeat_age_s)} ago`);
   if (rank.replaced) parts.push(`replaced ${rank.replaced} times`);
   if (rank.pid !== null) parts.push(`pid ${rank.pid}`);
   return parts.join(", ");
