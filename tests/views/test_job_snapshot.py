@@ -282,6 +282,16 @@ def test_the_hosts_of_a_job_are_one_job(tmp_path: Path) -> None:
         job.close()
 
 
+def test_the_latest_incident_of_a_node_names_the_host_that_was_lost(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    job.start()
+    job.emit("round.ended", node="10.0.0.3/12/ab1/nodeC", why="its connection broke", lost=True)
+    assert seen(tmp_path).nodes[0].incident == "host nodeC: its connection broke"
+    job.emit("rendezvous.lost", why="the store cannot be reached")
+    assert seen(tmp_path).nodes[0].incident == "the store cannot be reached"
+
+
 def test_a_host_that_joins_later_is_found(job: WrittenJob, tmp_path: Path) -> None:
     from regrow.views.watch import SEARCH_S
 

@@ -20,6 +20,7 @@ from typing import Any
 from regrow._accounts import FIRST_STEP, STEPS
 from regrow.events import Story, story
 from regrow.events.evidence import Record, integer, one_line, real, stopped_with, text
+from regrow.utils import host_of
 from regrow.views.pages import StepSample
 from regrow.views.restarts import (
     Evidence,
@@ -420,7 +421,8 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             log.repeated[log.attempt].book(accounts)
         case "round.ended" | "rendezvous.lost":
             if why := text(event, "why"):
-                log.report(event, one_line(why))
+                node = text(event, "node")
+                log.report(event, one_line(f"host {host_of(node).name}: {why}" if node else why))
             log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
 
 
