@@ -152,6 +152,34 @@ def test_the_step_of_a_killed_job_is_a_minimum(tmp_path: Path) -> None:
     assert ["1", "unknown", ">=1461"] in [line.split()[:3] for line in text.splitlines()]
 
 
+def test_a_failure_is_restarting_until_its_workers_run_again(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    job.start()
+    job.fail(1, "ValueError: x")
+
+    def row() -> list[str]:
+        lines = shown(tmp_path).partition("rung ")[2].splitlines()
+        return [word for line in lines if "exception" in line for word in line.split()]
+
+    job.emit("job.restarting", restart_count=1, restarts_left=2, delay_s=9, reason="failed")
+    assert (row()[0], row()[-1]) == ("restarting", "-")
+    job.emit("rendezvous.completed", group_rank=0, group_world_size=1, world_size=2)
+    assert (row()[0], row()[-1]) == ("restarting", "-")
+    job.start()
+    assert (row()[0], row()[-1]) == ("3", "s")
+    job.close()
+
+
+def test_a_failure_that_ended_the_job_is_not_healed(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    job.start()
+    job.fail(1, "ValueError: x")
+    job.finish("FAILED", 1, "ValueError: x")
+    (row,) = (line.split() for line in shown(tmp_path).splitlines() if "exception" in line)
+    assert row[:2] == ["not", "healed"]
+    assert row[-1] == "-"
+
+
 def test_a_job_that_is_over_ran_and_repeats_no_state(tmp_path: Path) -> None:
     written = WrittenJob(tmp_path)
     written.start()

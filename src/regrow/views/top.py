@@ -14,7 +14,6 @@ from rich.text import Text
 from regrow.explain import RUNG_NAMES
 from regrow.utils import date_stamp, printable
 from regrow.views.job_snapshot import Node, Rank, Snapshot
-from regrow.views.restarts import Restart
 from regrow.views.runs import Library
 from regrow.views.watch import JobWatch
 
@@ -78,7 +77,7 @@ def render(
     if fault:
         above.append(_text(f"not reached now: {fault}", fits, "red"))
     if snapshot.restarts:
-        above.append(_restarts(snapshot.restarts[-MOST_RESTARTS:], fits))
+        above.append(_restarts(snapshot, fits))
     below: list[RenderableType] = []
     hidden = (snapshot.world_size or 0) - len(snapshot.ranks)
     if hidden > 0:
@@ -123,11 +122,16 @@ def _nodes(nodes: Sequence[Node], fits: bool) -> Table:
     return table
 
 
-def _restarts(restarts: Sequence[Restart], fits: bool) -> Table:
+def _restarts(s: Snapshot, fits: bool) -> Table:
+    is_restarting = any(node.state in ("restarting", "starting") for node in s.nodes)
     table = _table("rung", "cause", "rank", "what", "took")
-    for each in restarts:
-        healed = f"{each.rung} {RUNG_NAMES[each.rung]}" if each.restarted else "not healed"
-        took = _duration(each.phases[-1][1]) if each.phases else "-"
+    for each in s.restarts[-MOST_RESTARTS:]:
+        healed, took = "not healed", "-"
+        if each.restarted:
+            healed = f"{each.rung} {RUNG_NAMES[each.rung]}"
+            took = _duration(each.phases[-1][1]) if each.phases else "-"
+        elif each.attempt == s.attempt and is_restarting:
+            healed = "restarting"
         table.add_row(healed, each.cause, _number(each.rank), _text(each.what, fits), took)
     return table
 
