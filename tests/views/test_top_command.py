@@ -180,6 +180,31 @@ def test_a_failure_that_ended_the_job_is_not_healed(tmp_path: Path) -> None:
     assert row[-1] == "-"
 
 
+def test_the_restarts_that_were_not_charged_are_told_from_those_that_were(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    job.start()
+    assert ", restarts 0, 3 left," in shown(tmp_path)
+    left = 3
+    for cause in ("membership", "failure", "membership"):
+        if cause == "failure":
+            job.fail(1, "ValueError: x")
+            left -= 1
+        else:
+            job.emit("round.ended", node="n2", why="host b waits to join", failed=False)
+            job.end("STOPPED")
+        job.emit("job.restarting", restart_count=1, restarts_left=left, delay_s=0, reason=cause)
+        job.start()
+    assert ", restarts 3 (1 charged), 2 left," in " ".join(shown(tmp_path).split())
+    job.close()
+
+
+def test_a_single_worker_is_in_the_singular(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, 1)
+    job.start()
+    assert ", 1 worker, " in shown(tmp_path)
+    job.close()
+
+
 def test_a_job_that_is_over_ran_and_repeats_no_state(tmp_path: Path) -> None:
     written = WrittenJob(tmp_path)
     written.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import sleep
 
 from rich.console import Console, Group, RenderableType
@@ -100,15 +100,25 @@ def _head(s: Snapshot) -> Text:
     facts = [
         f"{'ran' if s.is_over else 'running'} for {_duration(s.duration_s)}",
         f"attempt {_number(s.attempt)}",
-        f"{_number(s.world_size)} workers",
+        f"{_number(s.world_size)} worker{'s' if s.world_size != 1 else ''}",
         f"step {at_least}{_number(s.step)}",
         f"{_number(s.pace)} steps/s",
         *([f"last step {_ago(s.step_age_s)}"] if s.step_age_s is not None else []),
-        f"restarts {sum(each.restarted for each in s.restarts)}",
-        f"restarts left {_number(s.restarts_left)}",
+        *_restart_counts(s),
         f"steps done again {s.lost_steps}",
     ]
     return line.append("\n" + ", ".join(facts))
+
+
+def _restart_counts(s: Snapshot) -> Iterator[str]:
+    """Yield the restarts, and those that are left; a change of hosts, for one, spends none."""
+    done = sum(each.restarted for each in s.restarts)
+    if s.restarts_left is None:
+        yield f"restarts {done}"
+        return
+    charged = None if s.max_restarts is None else s.max_restarts - s.restarts_left
+    yield f"restarts {done}" if charged in (None, done) else f"restarts {done} ({charged} charged)"
+    yield f"{s.restarts_left} left"
 
 
 def _nodes(nodes: Sequence[Node], fits: bool) -> Table:
