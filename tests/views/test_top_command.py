@@ -19,6 +19,7 @@ from rich.console import Console
 
 from helpers.processes import PATIENCE, wait_until
 from helpers.views.written_job import WrittenJob
+from regrow.events import NO_ID
 from regrow.views import JobWatch, Library
 from regrow.views.top import render
 
@@ -196,6 +197,11 @@ def test_the_restarts_that_were_not_charged_are_told_from_those_that_were(tmp_pa
         job.start()
     assert ", restarts 3 (1 charged), 2 left," in " ".join(shown(tmp_path).split())
     job.close()
+
+
+def test_the_default_id_of_a_job_is_not_shown(tmp_path: Path) -> None:
+    WrittenJob(tmp_path, run_id=NO_ID).close()
+    assert shown(tmp_path).startswith("regrow train.py  waiting\n")
 
 
 def test_a_single_worker_is_in_the_singular(tmp_path: Path) -> None:

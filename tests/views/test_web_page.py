@@ -19,7 +19,7 @@ from helpers.jobs.e2e_job import Job
 from helpers.processes import alive, children_of, wait_until
 from helpers.views.served import Served, served
 from helpers.views.written_job import WrittenJob
-from regrow.events import read_events
+from regrow.events import NO_ID, read_events
 from regrow.ledger import MEANINGS, build_ledgers
 from regrow.views.account import figures
 
@@ -139,6 +139,22 @@ def test_the_list_leads_to_a_job_with_all_its_parts(
     page.wait_for_selector("#failures >> text=None.")
     assert "train.py" in page.locator("#story pre").inner_text()
     assert page.title() == "train.py - regrow"
+
+
+def test_the_default_id_of_a_job_is_not_shown_and_restarts_that_are_not_charged_are(
+    open_page: Any, tmp_path: Path
+) -> None:
+    job = WrittenJob(tmp_path, run_id=NO_ID)
+    job.start()
+    job.emit("round.ended", node="n2", why="host b waits to join", failed=False)
+    job.end("STOPPED")
+    job.emit("job.restarting", restart_count=1, restarts_left=3, delay_s=0, reason="membership")
+    job.start()
+    with served(tmp_path) as web:
+        page = the_job(open_page(web.url))
+        assert page.locator("#overview h1").inner_text().strip() == "train.py"
+        assert fact(page, "restarts") == "1 (0 charged, 3 left)"
+    job.close()
 
 
 def test_the_ranks_that_are_not_shown_are_counted(

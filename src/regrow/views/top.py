@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from regrow.events import NO_ID
 from regrow.explain import RUNG_NAMES
 from regrow.utils import date_stamp, printable
 from regrow.views.job_snapshot import Node, Rank, Snapshot
@@ -94,7 +95,8 @@ def render(
 
 
 def _head(s: Snapshot) -> Text:
-    name = printable(f"{s.script or 'job'} {s.run_id or ''}")
+    id = "" if s.run_id in (None, NO_ID) else f" {s.run_id}"
+    name = printable(f"{s.script or 'job'}{id}")
     line = Text.assemble(("regrow ", "bold"), f"{name}  ", _state(s.state))
     at_least = "at least " if s.step_is_minimum else ""
     facts = [

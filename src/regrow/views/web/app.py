@@ -31,6 +31,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from regrow.events import NO_ID
 from regrow.utils import date_stamp
 from regrow.views.account import Accounts
 from regrow.views.job_snapshot import Snapshot
@@ -261,6 +262,7 @@ def as_data(snapshot: Snapshot) -> dict[str, Any]:
         attempts=tuple(each for each in snapshot.attempts if each.started >= since),
     )
     data = shown.to_json()
+    data["run_id"] = None if snapshot.run_id == NO_ID else snapshot.run_id
     data["restart_count"] = sum(restart.restarted for restart in snapshot.restarts)
     data["started_text"] = date_stamp(data["started"])
     for node in data["nodes"]:

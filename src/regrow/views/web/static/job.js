@@ -48,6 +48,8 @@ export function jobPage(main, key, onLink, onName) {
 
 function overview(job) {
   const isSilent = !job.pace && job.step_age_s > SILENT_S;
+  const spent = job.max_restarts - job.restarts_left;
+  const charged = job.max_restarts === null || spent === job.restart_count ? "" : `${spent} charged, `;
   const facts = [
     ["state", stateOf(job.state)],
     ["step", stepOf(job)],
@@ -56,14 +58,14 @@ function overview(job) {
     [job.is_over ? "ran for" : "running for", duration(job.duration_s)],
     ["attempt", number(job.attempt)],
     ["workers", `${number(job.world_size)}${job.nodes.length > 1 ? `, ${job.nodes.filter((node) => node.attempt === job.attempt).length} of ${job.nodes.length} nodes` : ""}`],
-    ["restarts", `${number(job.restart_count)}${job.restarts_left === null ? "" : ` (${job.restarts_left} left)`}`],
+    ["restarts", `${number(job.restart_count)}${job.restarts_left === null ? "" : ` (${charged}${job.restarts_left} left)`}`],
     ["steps done again", number(job.lost_steps)],
   ].filter(Boolean);
   const reason = job.reason === job.state ? "" : job.reason;
   const latest = job.nodes.filter((node) => node.incident).sort((a, b) => b.incident_at - a.incident_at)[0];
   const [label, incident] = job.is_over ? ["end: ", reason] : [`latest, ${latest?.incident_text}: `, latest?.incident];
   return [
-    h("h1", {}, job.script ?? "job", " ", h("span", { class: "dim" }, `${job.run_id}`)),
+    h("h1", {}, job.script ?? "job", " ", h("span", { class: "dim" }, job.run_id ?? "")),
     h("p", { class: "dim" }, `${job.command} · started ${job.started_text}`),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     job.fault ? h("p", { class: "bad", role: "alert" }, `The other hosts are not reached now: ${job.fault}`) : null,
