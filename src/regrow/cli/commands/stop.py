@@ -11,6 +11,8 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from regrow.cli.args.which_job import add_endpoint, rendezvous_of
+from regrow.events import NO_ID, find_event_file, read_events, story
+from regrow.utils import printable
 
 CONNECT_S = 10.0
 """Seconds in which the job must be reached."""
@@ -60,7 +62,6 @@ def _parser() -> ArgumentParser:
 def _stop_here(path: str) -> None:
     """Ask the agent with a log directory on this host."""
     from regrow._stopping import STOP_COMMAND
-    from regrow.events import find_event_file, read_events
 
     try:
         log = find_event_file(path).path
@@ -82,7 +83,15 @@ def _stop_here(path: str) -> None:
         _end(1, f"{log}: the agent of this job does not run on this host")
     except PermissionError:
         _end(1, f"{log}: the agent of this job (pid {pid}) belongs to another user")
-    print(f"regrow stop: asked the job {started.get('run_id')} to stop (agent: pid {pid})")
+    of_job = story([started])
+    job = _named(of_job.run_id)
+    script = f" ({of_job.script})" if of_job.script else ""
+    host = f" on host {started['host']}" if started.get("host") else ""
+    print(f"regrow stop: asked {printable(f'{job}{script}{host}')} to stop (agent: pid {pid})")
+
+
+def _named(id: str | None) -> str:
+    return "the job" if id in (None, NO_ID) else f"the job {id}"
 
 
 def _names_agent(event: Mapping[str, Any]) -> bool:
@@ -117,7 +126,7 @@ def _stop_there(args: Namespace) -> None:
         visitor = JobVisitor(rendezvous_of(args))
     except ValueError as error:
         _end(2, str(error))
-    print(f"regrow stop: asking the job {args.rdzv_id} to stop", flush=True)
+    print(f"regrow stop: asking {_named(args.rdzv_id)} to stop", flush=True)
     until = monotonic() + DECISION_S
     with visitor:
         while True:
