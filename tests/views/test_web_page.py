@@ -141,6 +141,16 @@ def test_the_list_leads_to_a_job_with_all_its_parts(
     assert page.title() == "train.py - regrow"
 
 
+def test_the_last_exchange_of_heartbeats_of_a_rank_is_shown(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    job.step(0, 3)
+    job.heartbeat(0, ago=12)
+    page = the_job(open_page(web.url))
+    page.wait_for_selector("#ranks .rank[title*='last exchange of heartbeats 1']")
+    assert page.locator("#ranks .rank[title*='heartbeat']").count() == 1
+
+
 def test_the_default_id_of_a_job_is_not_shown_and_restarts_that_are_not_charged_are(
     open_page: Any, tmp_path: Path
 ) -> None:
