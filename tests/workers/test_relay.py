@@ -24,7 +24,7 @@ from helpers.descriptors import in_use
 from helpers.processes import PATIENCE, wait_until
 from regrow.workers.logs.pump import MOMENT_S, LogPump
 from regrow.workers.logs.relay import KeptStream, StderrRelay
-from regrow.workers.logs.relay_process import KEPT
+from regrow.workers.logs.relay_process import HEADER, KEPT, Stream
 from regrow.workers.logs.specs import DefaultLogsSpecs, LogsDest
 
 
@@ -225,6 +225,34 @@ def test_no_line_is_lost_if_the_relay_is_killed(relay: StderrRelay, shown: Path)
     numbers = [int(line.split()[1]) for line in shown.read_text().splitlines()]
     assert sorted({*numbers}) == list(range(20_000))
     assert process_of() != first
+
+
+@pytest.mark.parametrize("data", [b"x", b"one\ntwo\n", b"y" * KEPT])
+def test_what_a_killed_relay_has_read_is_counted_by_the_next_one(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readv, (reader, writer) = os.readv, os.pipe()
+    memory = os.memfd_create("regrow-test")
+    os.ftruncate(memory, HEADER + KEPT)
+
+    def killed_after(fd: int, pieces: list[memoryview]) -> int:
+        assert readv(fd, pieces) == len(data)
+        raise KeyboardInterrupt  # before the number of bytes is known
+
+    monkeypatch.setattr(os, "readv", killed_after)
+    os.write(writer, data)
+    first = Stream(0, reader, os.dup(memory), is_shown=False)
+    with pytest.raises(KeyboardInterrupt):
+        first.receive()
+    monkeypatch.undo()
+    for before in (len(data), 0):  # the third one has nothing to count
+        later = Stream(0, reader, os.dup(memory), is_shown=False)
+        assert later.pending == before
+        later.write(later.pending)
+    os.write(writer, b"more")
+    assert later.receive() == later.pending == 4
+    for fd in (reader, writer, memory):
+        os.close(fd)
 
 
 def test_a_stopped_relay_ends_with_the_job(relay: StderrRelay, shown: Path) -> None:

@@ -5,7 +5,9 @@ the standard library, and the guardian's protocol.
 
 **No byte is in the memory of this process alone.** What it reads goes at once to memory that it
 shares with the agent (`Stream`), and so does the number of bytes that it has written on. If it is
-killed, its successor writes the rest.
+killed, its successor writes the rest. The relay may be killed between a read and the count of its
+bytes. So before the read it writes NUL bytes to the place of the data, and up to where the data
+will count. Its successor counts what is no longer NUL there.
 
 **Lines of two workers are not mixed.** Up to `PIPE_BUF` bytes that a worker writes at once arrive
 at once. If more have arrived, the part after the last newline waits for its rest, for `HELD_S`.
@@ -22,6 +24,8 @@ import os
 import select
 import sys
 import time
+from fcntl import ioctl
+from termios import FIONREAD, TIOCGWINSZ, TIOCSWINSZ
 
 from ..guardian.protocol import Wire  # noqa: TID252 - `regrow` has another name here
 
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 KEPT = 64 * 1024
 """Bytes that are kept of the end of a stream."""
 HEADER = 4096
-"""Bytes before them in the shared memory; the first 16 are two counters, see `Stream`."""
+"""Bytes before them in the shared memory; the first 24 are three counters, see `Stream`."""
 HELD_S = 0.005
 """Seconds for which a part of a line waits for its rest."""
 STUCK_S = 5.0
@@ -47,8 +51,8 @@ class Stream:
         number: the agent's number of the stream.
         reader: the reading end of a pipe, or the other side of a terminal; it does not block.
         memory: a file of `HEADER + KEPT` bytes. It starts with the number of bytes that were read,
-            and with the number of those that were written on, 8 bytes each. From `HEADER` on it is
-            a ring with the last bytes that were read.
+            the number of those that were written on, and the number of bytes after the latest
+            read, 8 bytes each. From `HEADER` on it is a ring with the last bytes that were read.
         is_shown: whether the bytes are written to stderr.
     """
 
@@ -56,8 +60,12 @@ class Stream:
         self.number, self.reader, self._is_shown = number, reader, is_shown
         self._map = mmap.mmap(memory, HEADER + KEPT)
         os.close(memory)
-        self._counts = memoryview(self._map)[:16].cast("Q")
+        self._counts = memoryview(self._map)[:24].cast("Q")
         self._ring = memoryview(self._map)[HEADER:]
+        uncounted = self._counts[2] - self._counts[0]
+        if uncounted > 0:  # the relay before was killed in a read, or the read was short
+            data = b"".join(self._pieces(self._counts[0], uncounted))
+            self._counts[0] += len(data.rstrip(b"\0"))
 
     @property
     def pending(self) -> int:
@@ -66,8 +74,14 @@ class Stream:
 
     def receive(self) -> int | None:
         """Read what there is; return the bytes, 0 at the end, None if there is nothing now."""
+        begin = self._counts[0]
+        size = min(self._available(), KEPT - self.pending)
+        for piece in self._pieces(begin, size):
+            piece[:] = bytes(len(piece))
+        self._counts[2] = begin + size
         try:
-            size = os.readv(self.reader, self._pieces(self._counts[0], KEPT - self.pending))
+            # At the end, and at an error, nothing is available: the read tells which it is.
+            size = os.readv(self.reader, self._pieces(begin, size or 1))
         except BlockingIOError:
             return None
         except OSError as error:
@@ -76,6 +90,12 @@ class Stream:
             return 0  # a terminal that no process has open any more
         self._counts[0] += size
         return size
+
+    def _available(self) -> int:
+        try:
+            return int.from_bytes(ioctl(self.reader, FIONREAD, bytes(4)), sys.byteorder)
+        except OSError:  # as in `receive`
+            return 0
 
     def write(self, size: int) -> None:
         """Write on some of the pending bytes, however long that takes."""
@@ -188,14 +208,11 @@ class Relay:
 
     def copy_window_size(self) -> None:
         """Give the terminals of the workers the size of the real one."""
-        import fcntl
-        import termios
-
         try:
-            size = fcntl.ioctl(STDERR, termios.TIOCGWINSZ, bytes(8))
+            size = ioctl(STDERR, TIOCGWINSZ, bytes(8))
             if size != self._window_size:
                 for reader in self._streams:
-                    fcntl.ioctl(reader, termios.TIOCSWINSZ, size)
+                    ioctl(reader, TIOCSWINSZ, size)
             self._window_size = size
         except OSError:  # the real one is gone
             return
