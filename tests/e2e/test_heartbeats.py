@@ -175,10 +175,7 @@ while True:
     assert job.finish() == 1, job.output
     assert [event["rank"] for event in job.events("worker.failed")] == [1]
     output = " ".join(job.stderr.split())
-    assert (
-        f"rank 1 on host {stalled['host']} (pid {pids['1']}) stalled: rank 1 sends heartbeats, but"
-        in output
-    )
+    assert f"rank 1 on host {stalled['host']} (pid {pids['1']}) sends heartbeats, but" in output
 
 
 FUNCTIONS = """

@@ -361,7 +361,7 @@ def test_a_log_without_the_end_of_the_job_is_unfinished() -> None:
     text = rendered(recovered()[:7], width=300)
     assert text.splitlines()[0].endswith(
         "is UNFINISHED: last record 10 s after its start, at step 137 or later; "
-        "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
+        "the agent's end is not recorded: it was killed, still runs, or its disk was full"
     )
     assert "not restarted    the log ends here" in text
 

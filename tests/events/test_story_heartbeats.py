@@ -100,12 +100,11 @@ def stalled(**fields: Any) -> Line:
 
 
 def test_a_stall_is_shown_with_the_place_of_the_worker() -> None:
-    what = "rank 1 beats, but stands still at step 5 for 6 beats; the others are at up to step 9"
-    about = rendered(
-        stalled(rank=1, pid=41, message=what, stood="in load (data.py:7)", stacks="s.txt")
-    )
+    did = "beats, but stands still at step 5 for 6 beats; the others are at up to step 9"
+    where = {"stood": "in load (data.py:7)", "stacks": "s.txt"}
+    about = rendered(stalled(rank=1, pid=41, message=f"rank 1 {did}", **where))
     assert about[1:] == [
-        f"rank 1 on host foo (pid 41) stalled: {what} (attempt 0)",
+        f"rank 1 on host foo (pid 41) {did} (attempt 0)",
         "location in load (data.py:7)",
         "stacks s.txt",
     ]

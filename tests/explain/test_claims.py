@@ -88,11 +88,11 @@ def test_a_grace_made_a_stop_long_only_if_a_process_outlived_it() -> None:
     assert "processes that rank 1 had started did not end" in found.long[0].text
 
 
-def test_a_suspended_worker_is_not_said_to_hang() -> None:
+def test_a_paused_worker_is_not_said_to_hang() -> None:
     (found,) = changed("sigstop-heartbeat", "")
-    assert found.title.endswith("was suspended by SIGSTOP: no heartbeat for 8.1 s")
+    assert found.title.endswith("was paused by SIGSTOP: no heartbeat for 8.1 s")
     after = "7.5 s before it was given up, 611 ms after its last heartbeat"
-    assert facts(found)["suspended"] == f"by SIGSTOP, {after}"
+    assert facts(found)["paused"] == f"by SIGSTOP, {after}"
     assert facts(found)["sent by"].startswith("unknown: a person")
     assert "8.1 s after its last heartbeat" in found.long[0].text
     assert "hung" not in "".join(facts(found).values())

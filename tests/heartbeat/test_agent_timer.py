@@ -72,7 +72,7 @@ def test_a_change_of_the_wall_clock_moves_no_timer(
 
 
 def test_the_stalled_worker_reports_by_a_timer_that_is_due_and_requests_no_signal(
-    read: Read,
+    read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = FailurePolicy(PLAN)
     policy.stalled(Ranks.of([0]), "heartbeat: rank 0 is stalled")
@@ -81,6 +81,7 @@ def test_the_stalled_worker_reports_by_a_timer_that_is_due_and_requests_no_signa
     assert request["scope_id"] == STALLED + "rank 1 is stalled"
     assert request["signal"] == 0
     assert request["monotonic"] <= request["armed"]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"], "the agent warns"
     policy.end()
 
 

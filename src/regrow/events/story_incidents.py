@@ -268,7 +268,10 @@ def expired_timer(expiry: Expiry) -> Block:
 def stalled(stall: StalledProgress) -> Block:
     """Describe a worker that made no steps while others did."""
     who = _worker(stall.rank, stall.host, stall.pid)
-    heading = f"  {who} stalled: {clean(stall.what)} (attempt {stall.attempt})"
+    named = f"rank {stall.rank} "  # begins the text of the rank itself
+    did = clean(stall.what)
+    did = did.removeprefix(named) if did.startswith(named) else f"stalled: {did}"
+    heading = f"  {who} {did} (attempt {stall.attempt})"
     return [(stall.at_s, heading), *_lines(_hang_rows(stall, ()))]
 
 

@@ -208,7 +208,7 @@ def _outcome(story: Story, *, is_running: bool) -> str:
         last = f"last record {passed} after its start{step}; " if passed else ""
         return (
             f"is UNFINISHED{restarts}: {last}"
-            "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
+            "the agent's end is not recorded: it was killed, still runs, or its disk was full"
         )
     if story.state == "SIGNALED":
         by = story.asked_by or story.signal or "a signal"

@@ -47,7 +47,7 @@ def title_of(scene: Scene, failure: Failure) -> str:
         who = f"host {failure.host}:" if failure.host else "the attempt:"
     if (timer := failure.timer) is not None:
         stopped = text(suspension_of(scene, failure), "signal")
-        did = f"was suspended by {stopped}" if stopped else "hung"
+        did = f"was paused by {stopped}" if stopped else "hung"
         if timer.heartbeat:
             silent = (timer.after_s or 0.0) + (timer.over_s or 0.0)
             return f"{who} {did}: no heartbeat for {seconds(silent)}"
@@ -149,7 +149,7 @@ def _of_suspension(scene: Scene, failure: Failure, event: Record) -> Iterator[Fa
     if timer is not None and timer.heartbeat and failure.at_s is not None:
         last = None if timer.after_s is None else failure.at_s - timer.after_s
         when.append(relative(at, last, "its last heartbeat"))
-    yield Fact("suspended", ", ".join(filter(None, when)))
+    yield Fact("paused", ", ".join(filter(None, when)))
     if timer is not None and signal in FROM_OUTSIDE and not text(event, "injected"):
         yield Fact("sent by", FROM_OUTSIDE[signal])
 

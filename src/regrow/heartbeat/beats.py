@@ -331,10 +331,11 @@ def _failed(state: BeatState, failed: ExchangeFailed, now: float) -> Step:
     if failures >= plan.failures:
         kind = "missing" if failed.missing.total else "no exchange"
         return _fail(state, kind, failed.missing, failed.why, now)
-    missing = f" ({failed.missing} missing)" if failed.missing.total else ""
+    named = str(failed.missing)
+    missing = f" ({named} missing)" if failed.missing.total and named not in failed.why else ""
     text = (
-        f"rank {plan.rank}: heartbeat: exchange {state.beats} failed, failure {failures} of "
-        f"{plan.failures} in a row that are fatal: {failed.why}{missing}"
+        f"rank {plan.rank}: heartbeat: failure {failures} of {plan.failures} in a row that are "
+        f"fatal: {failed.why}{missing}"
     )
     state, then = _try(replace(state, window=failures), now)
     loud = logging.WARNING if reports_loudly(plan, failed.missing) else logging.INFO

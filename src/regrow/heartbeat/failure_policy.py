@@ -101,19 +101,20 @@ class FailurePolicy:
             self._arm_agent(seconds)
 
     def stalled(self, ranks: Ranks, text: str) -> None:
-        """Report a stalled training; at a higher log level on the stalled rank and on rank 0.
+        """Report a stalled training.
 
         To the agent of the stalled rank, the report is a timer that expires at once and requests no
-        signal. The agent then reads the stacks of this process, which continues.
+        signal. The agent then reads the stacks of this process, which continues, and warns. Without
+        an agent, the stalled rank and rank 0 warn.
 
         Args:
             ranks: the stalled ranks.
             text: one line with the rank, the place and the duration.
         """
-        own = self._plan.rank in ranks.named
-        logger.log(logging.WARNING if own or self._plan.rank == 0 else logging.INFO, text)
-        agent = _timer_client(signal=0) if own else None
-        if agent is not None:
+        own, agent = self._plan.rank in ranks.named, _timer_client(signal=0)
+        warns = agent is None and (own or self._plan.rank == 0)
+        logger.log(logging.WARNING if warns else logging.INFO, text)
+        if agent is not None and own:
             agent.acquire_in(STALLED + text.removeprefix("heartbeat: "), 0.0)
 
     def fatal(self, failure: HeartbeatFailure) -> None:

@@ -150,7 +150,7 @@ class Recorder:
             exit_code=128 + sigval,
             signal=sigval.name,
             asked_by=asked_by or None,
-            reason=f"asked by {asked_by}" if asked_by else f"the launcher got {sigval.name}",
+            reason=f"asked by {asked_by}" if asked_by else f"the agent got {sigval.name}",
         )
 
     def job_error(self, error: BaseException, start: float) -> None:
