@@ -269,6 +269,7 @@ def begin_iteration(call: int, iteration: int) -> None:
         _slot.words[_slot.at] = _base
         if _slot.pid:  # the next attempt of this process has a blank slot
             _slot.show_use()
+            _progress.wake_agent()
 
 
 def reopen() -> None:

@@ -314,6 +314,33 @@ def test_a_hang_is_an_event_and_the_explanation_of_the_failure_that_follows(
     assert timers.places() == {}
 
 
+@pytest.mark.parametrize(
+    ("others_continue", "known", "level"),
+    [
+        (False, {}, "INFO"),  # the line of the failure follows
+        (True, {}, "ERROR"),
+        (False, {"signum": 10}, "ERROR"),  # the worker may survive
+        (False, {"worker_pid": 60}, "ERROR"),  # a process that the worker has started
+        (False, {"signum": 0}, "WARNING"),
+    ],
+)
+def test_a_hang_has_a_line_of_its_own_unless_that_of_a_failure_follows(
+    job: Job,
+    inbox: queue.SimpleQueue[Any],
+    caplog: pytest.LogCaptureFixture,
+    others_continue: bool,
+    known: dict[str, Any],
+    level: str,
+) -> None:
+    caplog.set_level("INFO", logger="regrow.agent.features.timers")
+    timers = TimerReports(job, None, others_continue=lambda local_rank: others_continue)
+    timers.on_start(started())
+    timers.on_hang(hang(**known))
+    inbox.get(timeout=PATIENCE)()
+    (line,) = caplog.records
+    assert (line.levelname, "hangs: timer step" in line.message) == (level, True)
+
+
 def test_a_hang_of_an_older_attempt_explains_nothing(timers: TimerReports) -> None:
     timers.on_start(started())
     timers.on_hang(hang(attempt=2))

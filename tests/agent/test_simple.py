@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import wait_until
 from regrow import metrics
 from regrow.agent import RunResult, SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent import agent as agent_module
 from regrow.agent.attempt.attempt import not_due_to
 from regrow.agent.decisions import decide as core
 from regrow.agent.decisions import ranks
@@ -411,6 +413,24 @@ def test_a_keyboard_interrupt_ends_the_run_as_sigint_does() -> None:
     assert agent.calls == ["start", "shutdown SIGINT 30"]
     last = agent.emitted[-1].metadata
     assert (last["state"], last["signal"], last["exit_code"]) == ("SIGNALED", "SIGINT", 130)
+
+
+def test_a_signal_that_a_loop_of_its_own_hides_raises_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OwnLoop(Agent):
+        def _invoke_run(self, role: str = "default") -> RunResult:
+            with suppress(SignalException):
+                signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)  # at once: the loop may clean up
+            monkeypatch.setattr(agent_module, "RAISED_S", 0.0)
+            signal.raise_signal(signal.SIGUSR1)
+            raise AssertionError("the signal has no effect")
+
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
+    agent = OwnLoop([])
+    with pytest.raises(SignalException):
+        agent.run()
 
 
 def test_an_agent_can_be_run_again() -> None:

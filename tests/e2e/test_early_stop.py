@@ -173,7 +173,7 @@ def test_sigusr1_while_workers_start_again_counts_at_their_first_call(launch: La
     assert same_step(job)
     assert job.finish() == 85, job.output
     assert [each["why"] for each in job.events("stop.requested")] == ["SIGUSR1"]
-    assert job.output.count("SIGUSR1 has no effect before a worker calls should_stop") == 1
+    assert job.output.count("SIGUSR1: the job stops when a worker calls should_stop") == 1
 
 
 def test_regrow_stop_is_named_as_the_reason_of_the_stop(launch: Launch) -> None:

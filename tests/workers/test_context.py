@@ -475,14 +475,27 @@ class Deleted:
 """
 
 
+AS_IT_IS_COLLECTED = """
+import signal, weakref
+class Collected: pass
+known, key = weakref.WeakValueDictionary(), Collected()
+known[1] = key
+def profile(frame, event, arg):
+    if event == "call" and frame.f_code.co_name == "remove":
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGTERM)
+"""
+
+
 @pytest.mark.parametrize(
     ("prelude", "before_wait"),
     [
         (AS_IT_ENTERS, "sys.setprofile(profile)"),
         (AS_IT_LOGS, "logging.getLogger().handlers = [Interrupted()]; logging.warning('a line')"),
         (AS_IT_DELETES, "Deleted()"),
+        (AS_IT_IS_COLLECTED, "sys.setprofile(profile); del key"),
     ],
-    ids=["as a lock is taken", "as a line is logged", "as an object is deleted"],
+    ids=["a lock is taken", "a line is logged", "an object is deleted", "a weak one is"],
 )
 def test_a_signal_is_raised_where_its_exception_is_not_lost_and_leaves_no_lock_held(
     tmp_path: Path, prelude: str, before_wait: str

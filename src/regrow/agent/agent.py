@@ -23,6 +23,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,9 @@ if TYPE_CHECKING:
 
 ACTED_ON_S = 0.1
 """Seconds from the end of a worker to the agent's reaction."""
+
+RAISED_S = 5.0
+"""Seconds in which a signal raises in a subclass's own loop at most once."""
 
 logger = get_logger(__name__)
 
@@ -255,6 +259,7 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             unfollow = peers.follow(attempt.lease.wake, self._renew_lease)
             recorder.job_started()
+            job.raised_at = -inf
             job.own_loop = True  # until `_invoke_run` of this class begins
             try:
                 result = self._invoke_run(role)
@@ -312,16 +317,17 @@ class SimpleElasticAgent(ElasticAgent):
             job.torch_events.total_execution_time = int(monotonic() - start)
 
     def _interrupt_own_loop(self, signum: int, frame: FrameType | None) -> bool:
-        """Raise SignalException while a subclass's own loop runs, once; return False otherwise.
+        """Raise SignalException while a subclass's own loop runs; return False otherwise.
 
-        Later signals arrive through the inbox. Where the exception would be lost, this method
-        returns True, and the signal comes again (`raises_later`).
+        Where the exception would be lost, this method returns True, and the signal comes again
+        (`raises_later`). The signals of the next `RAISED_S` seconds go to the inbox, so that the
+        loop can clean up. A later one raises again, because the loop may have hidden the first.
         """
         job = self._regrow.job
-        if not job.own_loop:
+        if not job.own_loop or monotonic() - job.raised_at < RAISED_S:
             return False
         if not raises_later(signum, frame):
-            job.own_loop = False
+            job.raised_at = monotonic()
             sigval = signal.Signals(signum)
             raise SignalException(f"the agent got {sigval.name}", sigval=sigval)
         return True
@@ -519,7 +525,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         if timers or in_environment or heartbeat is not None:
             from regrow.agent.features.timers import TimerReports
 
-            self._regrow_timers = TimerReports(common, log_dir, native_stacks=native_stacks)
+            self._regrow_timers = TimerReports(
+                common,
+                log_dir,
+                native_stacks=native_stacks,
+                others_continue=lambda rank: (
+                    workers.reports is not None and workers.reports.others_continue(rank)
+                ),
+            )
             common.features.append(self._regrow_timers)
         heartbeats = Heartbeats(heartbeat)
         common.features.append(heartbeats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
@@ -73,6 +74,8 @@ class Job:
     """Whether the agent is leaving the job; it then starts no workers."""
     own_loop: bool = False
     """Whether a subclass's own `_invoke_run` runs; it does not read the inbox."""
+    raised_at: float = -math.inf
+    """Monotonic seconds at which a signal raised in that loop."""
     result: RunResult = field(default_factory=lambda: RunResult(WorkerState.INIT))
     """Result of the latest check of the workers (`Attempt`)."""
 

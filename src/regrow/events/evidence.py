@@ -6,7 +6,6 @@ Every field of an event may be missing or have another type. Such a field counts
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from regrow._accounts import (
     STEPS,
 )
 from regrow.events.causes import exception_of
+from regrow.events.silences import without_heartbeat_s
 from regrow.events.story_types import Expiry, LostNode
 from regrow.utils import follows_from_a_peer, host_of, signal_text
 
@@ -111,15 +111,11 @@ def describe_failure(event: Record) -> str:
         return f"raised {detail}"
     if signal is not None:
         how = f"was killed by {signal}"
-        if _HUNG.match(detail):
+        if without_heartbeat_s(detail) is not None:
             how = f"hung and {how}"
     else:
         how = "failed" if code is None else f"exited with code {code}"
     return f"{how}: {detail}" if detail else how
-
-
-_HUNG = re.compile(r"timer .+ was exceeded by [\d.]+ ms; |no heartbeat for [\d.]+ s: ")
-"""The start of the message of a worker whose timer or heartbeat expired."""
 
 
 def stopped_with(event: Record) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import logging
 import os
 import signal
 import threading
@@ -28,6 +27,10 @@ logger = get_logger(__name__)
 SENT_AGAIN_S = 0.01
 """Seconds until a signal comes again that arrived in a line in which it must not raise."""
 _LOCKING = {threading.Condition.__enter__.__code__, threading.Condition.__exit__.__code__}
+_HIDING = frozenset(
+    {"logging", "weakref", "_weakrefset", "importlib._bootstrap", "multiprocessing.synchronize"}
+)
+"""Modules in which an exception is hidden, or leaves a lock held."""
 
 
 class SignalException(SignalInterrupt):
@@ -111,7 +114,7 @@ def raises_later(signum: int, frame: FrameType | None) -> bool:
 
     An exception between `Condition.__enter__` and the body of its `with` would leave the lock held
     for good, and all threads that need it blocked. The handlers of `logging` hide exceptions, and
-    so does the interpreter for `__del__`.
+    so does the interpreter for `__del__` and for callbacks of weak references.
 
     Args:
         signum: the signal.
@@ -122,7 +125,7 @@ def raises_later(signum: int, frame: FrameType | None) -> bool:
         if (
             code in _LOCKING
             or code.co_name == "__del__"
-            or frame.f_globals.get("__name__") == logging.__name__
+            or frame.f_globals.get("__name__") in _HIDING
         ):
             # No `threading.Thread`: the main thread may hold the lock that its start takes.
             _thread.start_new_thread(_send_again, (signum,))

@@ -304,6 +304,8 @@ class Attempt:
             page = reports.page() if reports else None
             logs = self.workers.log_files() if self.workers else {}
             job.recorder.attempt_started(sources, kept, page, logs)
+        for feature in job.features:  # a worker may have written before its attempt had started
+            job.post(feature.on_wake)
         job.leftovers.clear(group.store)
 
     def stop(self, group: WorkerGroup) -> None:

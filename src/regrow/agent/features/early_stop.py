@@ -53,9 +53,6 @@ _SAME_S: Final = 2.0
 """Seconds in which several signals are one: a scheduler may send one to each process, and a
 launcher may forward it."""
 
-_STARTED_S: Final = 0.05
-"""Seconds until a request is tried again whose workers are just being started."""
-
 logger = get_logger(__name__)
 
 
@@ -108,7 +105,7 @@ class EarlyStop(Feature):
         self._request: Request | None = None
         self._changed = threading.Condition()  # notified when a worker may use the page
         self._announced = -math.inf  # monotonic seconds: `regrow stop` announced its SIGTERM
-        self._is_asked = False  # a SIGUSR1 came while no worker called `should_stop`
+        self._is_asked = False  # a SIGUSR1 came, and no worker has called `should_stop` since
         self._number = 0  # of the next request in this round
         self._watched: object = None  # identifies the request that this node waits for
         self._timers: list[threading.Timer] = []
@@ -200,13 +197,8 @@ class EarlyStop(Feature):
         """See base class: a worker may have begun to call `should_stop`."""
         with self._changed:
             self._changed.notify_all()
-        page = self._page
-        if not self._is_asked or page is None or page.using() == 0 or self._job.leaving:
-            return
-        if self._workers_run():
+        if self._is_asked and self._request is None and self._workers_take_part():
             self._job.post(partial(self.on_signal, Signaled(signal.SIGUSR1), ignored=True))
-        else:  # the attempt is just being started
-            self._post_after(_STARTED_S, self.on_wake)
 
     @contextmanager
     def notices(self, handled: Collection[signal.Signals]) -> Iterator[None]:
@@ -273,7 +265,10 @@ class EarlyStop(Feature):
             return self._begin(self._here(asked), asked=asked, leaves=leaves, signaled=now)
         if ignored and not self._is_asked:
             self._is_asked = True
-            logger.warning("%s has no effect before a worker calls should_stop", self._here(asked))
+            logger.warning(
+                "%s: the job stops when a worker calls should_stop; none calls it now",
+                self._here(asked),
+            )
         return None if ignored else event
 
     def _here(self, asked: str) -> str:

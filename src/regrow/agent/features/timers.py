@@ -24,7 +24,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from time import time
@@ -59,10 +59,19 @@ class TimerReports(Feature):
         job: what the parts of the agent share.
         log_dir: directory of the job's logs; None if there are no logs.
         native_stacks: whether py-spy reads the native frames of hung workers.
+        others_continue: returns whether the others continue after the end of a local rank.
     """
 
-    def __init__(self, job: Job, log_dir: str | None, *, native_stacks: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        log_dir: str | None,
+        *,
+        native_stacks: bool = False,
+        others_continue: Callable[[int], bool] = lambda local_rank: False,
+    ) -> None:
         self._job = job
+        self._others_continue = others_continue
         self._log_dir = log_dir
         self._native_s = NATIVE_S if native_stacks else 0.0
         self._server: AgentTimerServer | None = None
@@ -144,8 +153,10 @@ class TimerReports(Feature):
             return
         self._job.recorder.emit("regrow.timer.expired", **hang.event(found))
         level = logging.ERROR if found.signum > 0 else logging.WARNING
-        if found.signum == signal.SIGKILL and found.is_worker:
-            level = logging.INFO  # the line of the failure follows, and has the same facts
+        # The line of a failure that ends the attempt follows, and has the same facts.
+        local, kills = found.local_rank, found.signum == signal.SIGKILL and found.is_worker
+        if kills and not (local is not None and self._others_continue(local)):
+            level = logging.INFO
         logger.log(level, "%s", hang.announcement(found))
 
     def _report_stall(self, found: Hang, text: str) -> None:
