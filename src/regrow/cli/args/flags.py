@@ -249,8 +249,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "heartbeat",
-            "detect hung workers: every worker that imports regrow sends a heartbeat every PERIOD "
-            "seconds; if a worker misses three, the attempt fails; implies --timers",
+            "detect workers that run no Python code any more (paused, or in native code that holds "
+            "the GIL): every worker that imports regrow sends a heartbeat every PERIOD seconds; if "
+            "a worker misses three, the attempt fails; implies --timers",
             None,
             _number,
             metavar="PERIOD",
