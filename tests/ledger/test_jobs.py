@@ -349,17 +349,17 @@ def requeued_on_two_hosts(ahead_s: float) -> dict[str, list[Event]]:
     return logs
 
 
-@pytest.mark.parametrize("ahead_s", [99.0, 101.0, 300.0, -99.0, -300.0])
+@pytest.mark.parametrize("ahead_s", [99.0, 101.0, 300.0, 3600.0, -99.0, -300.0, -3600.0])
 def test_the_hosts_of_a_round_are_one_session_although_their_clocks_differ(ahead_s: float) -> None:
     logs, expected = requeued_on_two_hosts(ahead_s), requeued_on_two_hosts(0)
     (ledger,), (of_equal_clocks,) = build_ledgers(logs), build_ledgers(expected)
     assert (ledger.sessions, ledger.attempts, ledger.workers) == (2, 2, 2)
-    own, others = seconds(ledger), seconds(of_equal_clocks)
-    assert own.pop("waiting_for_scheduler", 0.0) <= others.pop("waiting_for_scheduler")
-    assert own == others
+    assert seconds(ledger) == seconds(of_equal_clocks)
+    assert seconds(ledger)["waiting_for_scheduler"] == 2 * 84
+    assert ledger.end - ledger.begin == pytest.approx(116)
 
 
-@pytest.mark.parametrize("ahead_s", [99.0, 101.0, 300.0, -99.0, -300.0])
+@pytest.mark.parametrize("ahead_s", [99.0, 101.0, 300.0, 3600.0, -99.0, -300.0, -3600.0])
 def test_a_failure_is_explained_once_and_costs_the_same_although_clocks_differ(
     ahead_s: float,
 ) -> None:
@@ -367,9 +367,10 @@ def test_a_failure_is_explained_once_and_costs_the_same_although_clocks_differ(
     (expected,) = explain(requeued_on_two_hosts(0)).values()
     assert [each.title for each in found] == [each.title for each in expected]
     own, others = ([dict(each.cost.buckets) for each in all] for all in (found, expected))
-    for buckets in (*own, *others):
-        buckets.pop("waiting_for_scheduler", None)
     assert own == [pytest.approx(buckets) for buckets in others]
+    for one, other in zip(found, expected, strict=True):
+        own_s, other_s = ((each.cost.seconds, each.cost.before_s) for each in (one, other))
+        assert own_s == pytest.approx(other_s)
 
 
 def test_runs_without_node_ids_are_one_session_if_they_overlap_by_the_time_of_day() -> None:
@@ -388,6 +389,76 @@ def test_a_lost_host_is_part_of_the_job_until_the_others_knew() -> None:
     ledger = only(first.finish(21, "FAILED"), lost)
     assert ledger.total == pytest.approx(21 + 15)
     assert seconds(ledger)["unknown"] == 3
+
+
+def of_one_round(*logs: Log) -> tuple[Log, ...]:
+    """Return the logs, in whose rounds the same nodes are."""
+    for event in (event for log in logs for event in log.events):
+        if event["name"] == "regrow.rendezvous.completed":
+            event["first_ranks"] = ["10.0.0.1/7/ab/host0"]
+    return logs
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -3600.0])
+def test_a_lost_host_of_a_round_is_lost_when_the_others_knew_whatever_its_clock(
+    ahead_s: float,
+) -> None:
+    first = Log().start(0).add(20, "round.ended", lost=True).end(21, "FAILED").finish(22, "FAILED")
+    lost = Log(wall=1000 + ahead_s, rank=1).start(0)
+    lost.add(12, "worker.accounts", accounts={"1": lost.account()})
+    ledger = only(*of_one_round(first, lost))
+    assert ledger.total == pytest.approx(22 + 20)
+    assert seconds(ledger)["unknown"] == 8
+    assert ledger.end - ledger.begin == pytest.approx(22)
+
+
+@pytest.mark.parametrize("ahead_s", [(0, 3600, -3600), (-3600, 0, 7200), (3600, 3600, 0)])
+def test_hosts_that_had_no_round_in_common_are_compared_by_a_host_that_had_one_with_each(
+    ahead_s: tuple[float, float, float],
+) -> None:
+    left, stays, joins = (Log(wall=1000 + s, rank=rank) for rank, s in enumerate(ahead_s))
+    left.start(0).end(12, "FAILED").finish(12, "FAILED")
+    stays.start(0).end(12, "STOPPED").start(20).end(30, "SUCCEEDED").finish(30, "SUCCEEDED")
+    joins.wall, joins.attempt = joins.wall + 20, 0
+    joins.start(0).end(10, "SUCCEEDED").finish(10, "SUCCEEDED")
+    logs = of_one_round(joins, left, stays)
+    runs = [run for log in logs for run in runs_of(log.run_id, log.events)]
+    ((session,),) = jobs_of(runs)
+    begins = {run.host: run.begin + run.offset - session.begin for run in session.runs}
+    assert begins == {"host0": 0, "host1": 0, "host2": 20}
+    assert session.begin == 1000 + sorted(ahead_s)[1]
+
+
+def test_one_wrong_clock_of_three_hosts_does_not_change_the_wait_for_the_scheduler() -> None:
+    def run(wall: float, state: str, ahead_s: float) -> tuple[Log, ...]:
+        logs = [Log(wall=wall + s, rank=rank) for rank, s in enumerate((0, ahead_s, 0))]
+        return of_one_round(*(log.start(0).end(12, state).finish(12, state) for log in logs))
+
+    first, second = run(1000, "FAILED", -3600), run(1100, "SUCCEEDED", 3600)
+    for event in (event for log in second for event in log.events if "first_ranks" in event):
+        event["first_ranks"] = ["10.0.0.1/8/cd/host0"]
+    ledger = only(*first, *second)
+    assert (ledger.begin, ledger.end) == (1000, 1112)
+    assert seconds(ledger)["waiting_for_scheduler"] == 3 * 88
+
+
+def test_a_host_that_was_paused_at_the_end_of_a_round_keeps_its_clock() -> None:
+    first, paused = Log().start(0), Log(rank=1).start(0)
+    first.add(12, "round.ended", lost=True).end(12, "FAILED").finish(12, "FAILED")
+    paused.add(40, "round.ended", lost=True).end(40, "FAILED").finish(40, "FAILED")
+    logs = of_one_round(first, paused)
+    ((session,),) = jobs_of([run for log in logs for run in runs_of(log.run_id, log.events)])
+    assert [run.begin + run.offset for run in session.runs] == [1000, 1000]
+
+
+def test_a_host_without_a_round_in_common_keeps_its_own_clock() -> None:
+    first, second = Log(rank=0), Log(wall=1300, rank=1)
+    first.start(0).end(12, "SUCCEEDED").finish(12, "SUCCEEDED")
+    second.attempt = 0
+    second.start(0).end(12, "SUCCEEDED").finish(12, "SUCCEEDED")
+    logs = of_one_round(first, second)
+    ((session,),) = jobs_of([run for log in logs for run in runs_of(log.run_id, log.events)])
+    assert [run.begin + run.offset for run in session.runs] == [1000, 1300]
 
 
 # --- processes that end in the middle of an attempt
@@ -604,6 +675,22 @@ def test_an_injected_fault_counts_for_its_own_restart_although_the_clocks_differ
     first.end(150, "SUCCEEDED").finish(150, "SUCCEEDED")
     faulty.add(150, "chaos.injected").end(150, "SUCCEEDED").finish(150, "SUCCEEDED")
     # The first restart of 0.4 s, on two workers. The second one followed from another fault.
+    assert only(first, faulty).injected_seconds == pytest.approx(0.4 * 2)
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 120.0, 3600.0, -3600.0])
+@pytest.mark.parametrize(
+    ("end", "kind"), [("inprocess.raised", "EXCEPTION"), ("inprocess.lost", "TERMINATED")]
+)
+def test_an_injected_fault_on_a_host_of_the_round_counts_whatever_the_clock_of_the_host(
+    end: str, kind: str, ahead_s: float
+) -> None:
+    first, faulty = Log().start(0, world_size=2), Log(rank=1, wall=1000 + ahead_s)
+    faulty.start(0, world_size=2).add(19.5, end, rank=1, iteration=0, injected="raise")
+    fields: Event = {"rank": 1, "iteration": 1, "kind": kind, "repeated_steps": 0}
+    first.add(20, "inprocess.restarted", **fields, seconds={"called": 0.4})
+    for log in of_one_round(first, faulty.add(50, "chaos.injected")):
+        log.end(50, "SUCCEEDED").finish(50, "SUCCEEDED")
     assert only(first, faulty).injected_seconds == pytest.approx(0.4 * 2)
 
 

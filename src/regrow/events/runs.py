@@ -7,20 +7,25 @@ without node ids (one node, or no round) belongs to the session that it overlaps
 A later session continues the job, unless the one before has succeeded: then the id was used again.
 The default id "none" continues no job, because all jobs without an id have it.
 
-Times of different hosts, and of different sessions, are compared by the wall clock. Within a run
-all times are of the host's monotonic clock; the offset between both is that of the first event.
+Within a run all times are of the host's monotonic clock. The offset to the wall clock is that of
+the first event. `jobs_of` corrects the offsets of the runs of a session by the rounds that they
+have in common, because the wall clocks of hosts may differ. Runs without a common round are
+compared by their own wall clocks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median, median_high
 from typing import TypeAlias
 
 from regrow.events.evidence import Record, integer, real, strings, text
 from regrow.events.log import NO_ID
 
+_ROUND_FORMED = "regrow.rendezvous.completed"
 _ROUND_ENDED, _ROUND_JUDGED = "regrow.round.ended", "regrow.round.judged"
 MOST_WORKERS = 4096  # of one agent; a larger number in a log is taken for an error
 
@@ -41,7 +46,8 @@ class Run:
     end: float
     """Monotonic seconds of the end, or of the last event if the end is not recorded."""
     offset: float
-    """What is added to monotonic seconds for the wall clock."""
+    """What is added to monotonic seconds for the wall clock. `jobs_of` corrects it, so that the
+    hosts of a round have one wall clock."""
     state: str | None
     """How it ended; None if it was killed, or still runs."""
     is_open: bool | None
@@ -94,7 +100,7 @@ def _run(log: str, events: Sequence[Record], is_alive: Alive) -> Run | None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The runs of a job at one time, on all its nodes; `begin` and `end` on their wall clocks."""
+    """The runs of a job at one time, on all its nodes; `begin` and `end` on its wall clock."""
 
     runs: tuple[Run, ...]
 
@@ -120,7 +126,10 @@ class Session:
 
 
 def jobs_of(runs: Iterable[Run]) -> list[tuple[Session, ...]]:
-    """Group runs into jobs, and the runs of a job into sessions, in the order of their starts."""
+    """Group runs into jobs, and the runs of a job into sessions, in the order of their starts.
+
+    It corrects the offsets of runs that have a round in common, so that they have one wall clock.
+    """
     jobs: list[list[Session]] = []
     latest: dict[str | None, tuple[list[Session], bool]] = {}  # and whether it has node ids
     for session, has_nodes in _by_nodes(runs):
@@ -148,7 +157,7 @@ def _by_nodes(runs: Iterable[Run]) -> list[tuple[Session, bool]]:
         nodes = {
             (run.run_id, node)
             for event in run.events
-            if text(event, "name") == "regrow.rendezvous.completed"
+            if text(event, "name") == _ROUND_FORMED
             for node in (*strings(event, "joined"), *strings(event, "first_ranks"))
         }
         own: list[Run] = []
@@ -157,11 +166,48 @@ def _by_nodes(runs: Iterable[Run]) -> list[tuple[Session, bool]]:
             nodes |= each[0]
             own += each[1]
         found.append((nodes, [*own, run]))
-    sessions = [
-        (Session(tuple(sorted(own, key=lambda run: run.begin + run.offset))), bool(nodes))
-        for nodes, own in found
-    ]
+    sessions = [(Session(_on_one_clock(own)), bool(nodes)) for nodes, own in found]
     return sorted(sessions, key=lambda each: each[0].begin)
+
+
+def _on_one_clock(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Correct the offsets of the runs of a session by the rounds that they have in common.
+
+    All hosts of a round record its formation at nearly the same time. The common clock is the
+    median of their wall clocks; of two clocks, it is the one that is behind. So all sessions of the
+    same hosts have the same clock. A run without a common round keeps its own clock.
+
+    Returns:
+        The runs in the order of their starts.
+    """
+    clocks: list[tuple[dict[int, float], list[tuple[Run, float]]]] = []
+    known = [(run, _rounds_of(run)) for run in runs]
+    # In the order of their first rounds, each run has a round in common with an earlier one.
+    for run, own in sorted(known, key=lambda each: min(each[1], default=math.inf)):
+        clock = next((each for each in clocks if each[0].keys() & own.keys()), None)
+        if clock is None:
+            clocks.append(clock := ({}, []))
+        rounds, members = clock
+        common = [rounds[number] - own[number] for number in own.keys() & rounds.keys()]
+        offset = median(common) if common else run.offset
+        members.append((run, offset))
+        for number, at in own.items():
+            rounds.setdefault(number, at + offset)
+    found: list[Run] = []
+    for _, members in clocks:
+        ahead_s = median_high(offset - run.offset for run, offset in members)
+        found += [replace(run, offset=offset - ahead_s) for run, offset in members]
+    return tuple(sorted(found, key=lambda run: run.begin + run.offset))
+
+
+def _rounds_of(run: Run) -> dict[int, float]:
+    """Return the monotonic time at which each round of a run was formed, by its attempt."""
+    found: dict[int, float] = {}
+    for event in run.events:
+        number, at = integer(event, "attempt"), real(event, "monotonic")
+        if text(event, "name") == _ROUND_FORMED and number is not None and at is not None:
+            found.setdefault(number, at)
+    return found
 
 
 def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:

@@ -269,10 +269,11 @@ def _scene(number: int, session: Session, later: Session | None, spans: list[Spa
         for attempt in {None, integer(event, "attempt")}:
             index.setdefault((name, attempt), []).append(event)
     derived = story(own)
-    delays = {  # from the time of day of each host to the clock of this run
-        text(event, "host"): _at(event) - time
+    delays = {  # from the clock of each agent's spans to that of this run
+        agent.host: _at(event) - agent.begin - agent.offset
         for event in index.get(("regrow.job.started", None), [])
-        if (time := real(event, "time")) is not None
+        if (own_number := agent_of(event)) is not None
+        for agent in (session.runs[own_number],)
     }
     by_attempt: dict[int, list[Span]] = {}
     for span in spans:
