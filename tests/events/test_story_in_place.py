@@ -8,7 +8,7 @@ import pytest
 
 from helpers.explained.record import STORIES
 from helpers.stories import without_times
-from regrow.events import read_events, story
+from regrow.events import Story, read_events, story
 from regrow.explain import explain
 
 Line = dict[str, Any]
@@ -192,3 +192,93 @@ def test_the_pace_tells_the_work_lost_if_not_all_of_it_was_done_again() -> None:
     (a_part,) = story(of_a_wrapper_that_gave_up(last_step=33)).failures
     assert a_part.work_lost == all_again.work_lost
     assert (a_part.work_lost_s or 0.0) > (all_again.work_lost_s or 0.0)
+
+
+def expired(**fields: Any) -> Line:
+    timer = {"scope": "load", "after_s": 2.0, "over_s": 0.012, "signal": "SIGKILL"}
+    place = {"stood": "in load (data.py:7)", "compared": ["rank 2 alone is in load"]}
+    more = {"rank": 2, "pid": 72, "stacks": "stacks.72.txt", "monotonic": 106.0}
+    message = "timer load of 2 s was exceeded by 12.0 ms; location: in load (data.py:7)"
+    name = "regrow.timer.expired"
+    return {"name": name, "message": message} | timer | place | more | fields
+
+
+def without_rank_2(*events: Line, **lost: Any) -> list[Line]:
+    """Return the events of a restart without rank 2, whose process ended by SIGKILL."""
+    ended = {"name": "regrow.inprocess.lost", "monotonic": 106.01, "rank": 2, "pid": 72} | lost
+    fields = {"kind": "TERMINATED", "message": "process 72 on foo has ended"}
+    restart = restarted(1, lost=[2], lost_count=1, monotonic=106.02, **fields)
+    return [*events, {"exitcode": -9} | ended, restart]
+
+
+def story_of(*events: Line) -> Story:
+    common = {"run_id": "7f3a", "host": "foo", "attempt": 0}
+    return story(common | line for line in events)
+
+
+def test_a_rank_that_its_timer_ended_is_shown_once_with_its_place_and_its_stacks() -> None:
+    lines = rendered(*without_rank_2(expired()))
+    did = "timer load of 2 s was exceeded by 12 ms, so it was killed by SIGKILL"
+    assert f"in-process restart (iteration 1): rank 2 on host foo (pid 72) hung: {did}" in lines
+    assert sum("was exceeded" in line for line in lines) == 1
+    assert "location in load (data.py:7)" in lines
+    assert "compared rank 2 alone is in load" in lines
+    assert "stacks stacks.72.txt" in lines
+    assert "detected after 2.0 s (since its last sign of life)" in lines
+
+
+@pytest.mark.parametrize(("heartbeat", "cause"), [(False, "hang"), (True, "heartbeat")])
+def test_the_cause_of_a_restart_is_the_timer_whose_signal_ended_the_process(
+    heartbeat: bool, cause: str
+) -> None:
+    found = story_of(*without_rank_2(expired(heartbeat=heartbeat)))
+    (restart,) = found.in_place
+    assert restart.cause == cause
+    assert restart.did == f"hung and was killed by SIGKILL: {expired()['message']}"
+    assert not found.expiries
+
+
+@pytest.mark.parametrize(
+    "fields", [{"signal": None}, {"signal": "SIGTERM"}, {"pid": 71}, {"host": "bar"}]
+)
+def test_a_timer_that_did_not_end_the_lost_process_is_shown_on_its_own(fields: Line) -> None:
+    found = story_of(*without_rank_2(expired(**fields)))
+    assert found.in_place[0].cause == "signal"
+    assert found.in_place[0].timer is None
+    assert len(found.expiries) == 1
+
+
+def test_a_timer_of_a_replaced_process_is_part_of_its_restart() -> None:
+    ended = vacated(2, pid=72, exitcode=-9, monotonic=106.01, ended_monotonic=106.0)
+    fields = {"kind": "TERMINATED", "monotonic": 106.02}
+    found = story_of(expired(), ended, replaced(2), restarted(1, replaced=[2], **fields))
+    assert found.in_place[0].cause == "hang"
+    assert not found.expiries
+
+
+def test_the_silence_of_a_rank_that_hung_begins_with_its_last_step_and_is_lost_by_detecting() -> (
+    None
+):
+    account = {"since_monotonic": 105.0}
+    ended = vacated(2, pid=72, exitcode=-9, monotonic=106.01, account=account)
+    fields = {"kind": "TERMINATED", "monotonic": 106.02}
+    found = story_of(expired(), ended, replaced(2), restarted(1, replaced=[2], **fields))
+    assert found.in_place[0].silent_s == pytest.approx(106.015 - 105.0)
+    assert found.losses is not None
+    assert found.losses.detecting_s == found.in_place[0].silent_s
+
+
+def test_the_silence_before_a_time_out_of_the_wrapper_is_lost_by_detecting() -> None:
+    message = "no automatic progress for 4 s, at train.py:7 in train"
+    found = story_of(restarted(1, kind="SOFT_TIMEOUT", message=message))
+    assert found.losses is not None
+    assert found.losses.detecting_s == 4.0
+
+
+def test_a_later_failure_does_not_show_the_timer_of_a_restart_as_its_own() -> None:
+    own = expired(rank=0, pid=70, monotonic=118.0, message="timer step of 2 s was exceeded")
+    failed = {"name": "regrow.worker.failed", "rank": 0, "pid": 70, "message": own["message"]}
+    failed |= {"exit_code": -9, "monotonic": 118.0, "failed_monotonic": 118.0}
+    (failure,) = story_of(*without_rank_2(expired()), own, failed).failures
+    assert failure.timer is not None
+    assert failure.hung_too == ()

@@ -892,3 +892,70 @@ def test_a_page_with_another_number_than_the_story_shows_that_of_the_story() -> 
     (same,) = list(explain(recorded("sigkill")).values())[-1]
     assert (same.number, same.story_number) == (1, 1)
     assert "regrow events" not in page(same)
+
+
+def hung_instead(name: str, vacated: bool) -> list[Explanation]:
+    """Return the explanations of a recorded job whose lost worker had hung for 2 s.
+
+    Args:
+        name: the recorded job.
+        vacated: whether the agent recorded that a process may take the place of the worker.
+    """
+    logs = recorded(name)
+    end = "regrow.worker.vacated" if vacated else "regrow.inprocess.lost"
+    message = "timer load of 1.5 s was exceeded by 4.5 ms; location: in load (data.py:7)"
+    timer = {"scope": "load", "after_s": 1.5, "over_s": 0.0045, "signal": "SIGKILL"}
+    timer |= {"stood": "in load (data.py:7)", "stacks": "stacks.7.txt", "message": message}
+    timer |= {"compared": ["rank 0 is in meet (train.py:23)", "rank 1 alone is in load"]}
+    for events in logs.values():
+        ended = next(event for event in events if event["name"] == end)
+        same = {key: ended[key] for key in ("run_id", "attempt", "host", "rank", "pid", "time")}
+        place, at = events.index(ended), ended["monotonic"] - 0.005
+        expired = {"name": "regrow.timer.expired", "monotonic": at} | same | timer
+        events.insert(place, expired)
+        if vacated:
+            ended["message"] = message
+            ended["account"]["since_monotonic"] -= 2.0
+        else:
+            over = next(event for event in events if event["name"] == "regrow.attempt.ended")
+            over["last_steps"][str(ended["rank"])]["last_monotonic"] -= 2.0
+    return list(explain(logs).values())[-1]
+
+
+@pytest.mark.parametrize(("name", "vacated"), [("continues-without", False), ("replaced", True)])
+def test_a_lost_worker_that_hung_was_ended_by_its_timer_and_by_no_stranger(
+    name: str, vacated: bool
+) -> None:
+    (found,) = hung_instead(name, vacated)
+    assert found.cause == "hang"
+    assert found.title.endswith("hung: it exceeded its timer 'load' of 1.5 s")
+    known = facts(found)
+    assert known["where it was"] == "in load (data.py:7)"
+    assert known["exit"] == "regrow ended it with SIGKILL, because its timer expired"
+    assert known["all stacks"] == "stacks.7.txt"
+    assert not known.keys() & {"sent by", "message"}
+    assert "when it was given up: rank 0 is in meet (train.py:23)" in found.peers
+
+
+@pytest.mark.parametrize(("name", "vacated"), [("continues-without", False), ("replaced", True)])
+def test_the_silence_of_a_lost_worker_that_hung_is_the_first_part_of_its_restart(
+    name: str, vacated: bool
+) -> None:
+    (found,) = hung_instead(name, vacated)
+    first = found.timeline[0]
+    assert first.name == "silent"
+    assert first.length_s == pytest.approx(1.5)
+    assert found.noticed_s == pytest.approx((found.at_s or 0.0) + 1.5)
+
+
+def test_the_timer_of_a_lost_worker_that_hung_made_its_restart_long() -> None:
+    (found,) = hung_instead("continues-without", vacated=False)
+    assert [each.setting for each in found.long] == ["regrow.expires(after=..., scope='load')"]
+
+
+def test_a_worker_that_hung_and_was_replaced_too_late_was_ended_by_its_timer() -> None:
+    first, _ = hung_instead("replaced-and-fails-again", vacated=True)
+    assert first.cause == "hang"
+    assert first.title.endswith("hung: it exceeded its timer 'load' of 1.5 s")
+    assert facts(first)["exit"] == "regrow ended it with SIGKILL, because its timer expired"
+    assert "sent by" not in facts(first)

@@ -9,7 +9,7 @@ import math
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -102,7 +102,9 @@ class _StoryBuilder:
         started = self._last("regrow.job.started")
         finished = self._last("regrow.job.finished")
         starts = [n for n in self.numbers if self._starts(n)]
-        in_place = in_process_restarts(self._sorted)
+        in_place = tuple(map(self._with_silence, in_process_restarts(self._sorted)))
+        caused = {restart.timer for restart in in_place}
+        self.unexplained_timers = tuple(e for e in self.unexplained_timers if e not in caused)
         last = {restart.attempt: restart for restart in in_place}
         self.given_up = {n: r for n, r in last.items() if self._gave_up(r)}
         failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
@@ -253,6 +255,15 @@ class _StoryBuilder:
         )
         return since(last, min(map(_at, self.by_name["regrow.job.started"])))
 
+    def _with_silence(self, restart: InProcessRestart) -> InProcessRestart:
+        """Return a restart with the seconds in which the rank whose timer expired was silent."""
+        if restart.timer is None:
+            return restart
+        worker = {key: getattr(restart, key) for key in ("attempt", "rank", "host", "pid")}
+        worker["failed_monotonic"] = restart.at_s
+        silent = self._silent_s(restart.attempt, worker, restart.timer, None, restart.did)
+        return replace(restart, silent_s=silent)
+
     def _gave_up(self, last: InProcessRestart) -> bool:
         """Return whether a wrapper gave up before the function was called again.
 
@@ -285,7 +296,7 @@ class _StoryBuilder:
             return None
         attempt, over = self.attempts[number], self._over(number)
         root, is_host_lost = evidence.root_cause(attempt.named[_FAILED]), False
-        gave_up = clock = cause = None
+        gave_up = clock = cause = timer = None
         lost = evidence.lost_nodes(attempt.named[_DEPARTED], self.hosts)
         if over is not None and (root is not None or lost or over.get("lost") is True):
             blamed = evidence.to_blame(over, lost, self.hosts)
@@ -311,8 +322,9 @@ class _StoryBuilder:
                 gave_up = evidence.gave_up(root)
                 root = self._first_fault(attempt.named[_FAILED], root, given_up)
                 what, cause = f"{given_up.did}; the wrapper gave up", given_up.cause
+                timer = given_up.timer
         is_guardian = text(root, "killed_with") is not None
-        timer = evidence.of_failure(self.expired_by_failure, root)
+        timer = timer or evidence.of_failure(self.expired_by_failure, root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
         clock = clock or host  # the host with the clock that measures the seconds
         late = root.get("noticed_late") is True
@@ -358,7 +370,8 @@ class _StoryBuilder:
             over: the end of the round by a lost host, if that is the failure.
             what: the words for the failure.
         """
-        steps = [s for s in self.attempts[number].steps if s.last_monotonic is not None]
+        attempt = self.attempts.get(number)
+        steps = [s for s in attempt.steps if s.last_monotonic is not None] if attempt else []
         if over is not None:
             bounds = self._last("regrow.job.started").get("bounds")
             at, bound = real(over, "monotonic"), None
@@ -373,6 +386,11 @@ class _StoryBuilder:
         if timer is None or at is None:
             return 0.0
         own = [s.last_monotonic for s in steps if s.rank == integer(root, "rank")]
+        own += [
+            real(account, "since_monotonic")
+            for event in self.by_attempt[_VACATED, number]
+            if _same_worker(event, root) and isinstance(account := event.get("account"), Mapping)
+        ]
         return silences.of_worker(timer, at, [*own, self._suspended_at(root, at)])
 
     def _suspended_at(self, failed: Record, until: float) -> float | None:
@@ -518,8 +536,8 @@ _SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers
 _STALLED, _IN_PROCESS = "regrow.heartbeat.stalled", "regrow.inprocess.restarted"
 _ACCOUNTS = "regrow.worker.accounts"
 _SUSPENDED, _RESUMED = "regrow.worker.suspended", "regrow.worker.resumed"
-_COMPARED = "regrow.timer.compared"
-_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED, _IN_PROCESS})
+_COMPARED, _VACATED = "regrow.timer.compared", "regrow.worker.vacated"
+_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED, _IN_PROCESS, _VACATED})
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"

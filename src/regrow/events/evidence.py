@@ -300,14 +300,14 @@ def by_failure(expired: Iterable[Record]) -> dict[_Identity, Record]:
 def of_failure(expired: Mapping[_Identity, Record], failure: Record) -> Expiry | None:
     """Return the timer that caused a worker's failure; None if the failure has another cause."""
     event = expired.get(_identity(failure))
-    return None if event is None else _expiry(event)
+    return None if event is None else expiry(event)
 
 
 def unexplained(expired: Iterable[Record], failures: Iterable[Record]) -> tuple[Expiry, ...]:
     """Return the timers that caused no worker's failure."""
     known = {_identity(each) for each in failures}
     return tuple(
-        _expiry(event)
+        expiry(event)
         for event in expired
         if text(event, "message") is None or _identity(event) not in known
     )
@@ -334,7 +334,8 @@ def _identity(event: Record) -> _Identity:
     return text(event, "host"), *numbers, text(event, "message")
 
 
-def _expiry(event: Record) -> Expiry:
+def expiry(event: Record) -> Expiry:
+    """Return a timer that expired, from its event."""
     worker = integer(event, "worker_pid")
     return Expiry(
         **process(event),

@@ -10,7 +10,9 @@ from itertools import zip_longest
 
 from regrow.events.evidence import (
     Record,
+    cause_of,
     describe_failure,
+    expiry,
     integer,
     integers,
     one_line,
@@ -51,6 +53,7 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
     replaced = {key: deque(all) for key, all in by_fields(_RANK, named(_REPLACED)).items()}
     vacated = by_fields(_PROCESS, named(_VACATED))
     ends = by_fields(_RANK, [*named(_VACATED), *named("regrow.inprocess.lost")])
+    expired = by_fields(TIMER_OF, named("regrow.timer.expired"))
     refused = by_fields(_RANK, named("regrow.worker.not_replaced"))
     sent = by_fields(_ITERATION, named("regrow.state.sent"))
     restarts = []
@@ -70,7 +73,7 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
         states = sent.get(_values(_ITERATION, event), ())
         restarts.append(
             replace(
-                _in_process_restart(event, found, ends.get(_values(_RANK, event), ())),
+                _in_process_restart(event, found, ends.get(_values(_RANK, event), ()), expired),
                 not_replaced=_not_replaced(event, refused),
                 states=tuple(map(_sent_state, states)),
             )
@@ -80,6 +83,8 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
 
 _RANK, _ITERATION = ("attempt", "rank"), ("attempt", "iteration")
 _PROCESS = ("attempt", "rank", "incarnation")
+TIMER_OF = ("attempt", "pid")
+"""The fields that the event of a timer has in common with that of the end of its process."""
 
 _Index = Mapping[tuple[int | None, ...], list[Record]]
 
@@ -149,6 +154,21 @@ def end_of(kind: str | None, at: float | None, ends: Sequence[Record]) -> Record
     return nearest(at, ends) if at is not None and kind in _ENDING else {}
 
 
+def timer_of(ended: Record, expired: _Index) -> Record:
+    """Return the event of the timer whose signal ended a process; empty if none did.
+
+    Args:
+        ended: the end of the process.
+        expired: the events of the timers, by the fields `TIMER_OF`.
+    """
+    signal = signal_name({"exit_code": integer(ended, "exitcode")})
+    if signal is None or integer(ended, "pid") is None:
+        return {}
+    same = expired.get(_values(TIMER_OF, ended), ())
+    sent = (each for each in same if text(each, "signal") == signal)
+    return next((each for each in sent if each.get("host") == ended.get("host")), {})
+
+
 def nearest(at: float, events: Sequence[Record]) -> Record:
     """Return the event nearest to a time on its clock; empty if all are `NEAR_S` away or more."""
     near = [(abs(time - at), e) for e in events if (time := real(e, "monotonic")) is not None]
@@ -166,11 +186,14 @@ def silent_s(restart: Record) -> float:
 _SILENCE = re.compile(r"\bprogress for (\d{1,9}(?:\.\d{1,9})?) s\b")
 
 
-def _cause_and_predicate(kind: str | None, message: str | None, end: Record) -> tuple[str, str]:
+def _cause_and_predicate(
+    kind: str | None, message: str | None, end: Record, expired: Record
+) -> tuple[str, str]:
     """Return the fields `cause` and `did` of a restart."""
     if kind == "TERMINATED" and end:
-        ended = {"exit_code": integer(end, "exitcode")}
-        return "signal" if signal_name(ended) else "exit", describe_failure(ended)
+        ended = {"exit_code": integer(end, "exitcode"), "message": text(expired, "message")}
+        timer = expiry(expired) if expired else None
+        return cause_of(ended, timer), describe_failure(ended)
     cause, did = _KINDS.get(kind or "", ("unknown", f"had a fault ({kind or 'unknown'})"))
     for progress, meaning in _NO_PROGRESS.items():
         message = (message or "").replace(f"no {progress} progress", meaning, 1)
@@ -178,7 +201,7 @@ def _cause_and_predicate(kind: str | None, message: str | None, end: Record) -> 
 
 
 def _in_process_restart(
-    event: Record, replaced: list[Replacement], ends: Sequence[Record]
+    event: Record, replaced: list[Replacement], ends: Sequence[Record], expired: _Index
 ) -> InProcessRestart:
     ranks, seconds = integers(event, "lost"), event.get("seconds")
     known = seconds if isinstance(seconds, Mapping) else {}
@@ -187,7 +210,8 @@ def _in_process_restart(
     kind, message = text(event, "kind"), text(event, "message")
     at = since(real(event, "monotonic"), max((s for _, s in known_phases), default=0.0))
     end = end_of(kind, at, ends)
-    cause, did = _cause_and_predicate(kind, message, end)
+    timer = timer_of(end, expired) if kind == "TERMINATED" else {}
+    cause, did = _cause_and_predicate(kind, message, end, timer)
     shown = kind or "an unknown fault"
     return InProcessRestart(
         attempt=integer(event, "attempt") or 0,
@@ -205,4 +229,6 @@ def _in_process_restart(
         phases=tuple(known_phases),
         replaced=tuple(sorted(replaced, key=lambda each: each.rank)),
         at_s=at,
+        timer=expiry(timer) if timer else None,
+        silent_s=silent_s(event),
     )

@@ -41,7 +41,7 @@ def losses(
     in_process = sum(each.phases[-1][1] for each in in_place if each.phases)
     if not timed and not in_process:
         return None
-    detecting = pausing = starting = 0.0
+    detecting, pausing, starting = sum(each.silent_s for each in in_place), 0.0, 0.0
     for (at, length, each), after in zip_longest(timed, timed[1:]):
         end = after[0] if after is not None else None
         left = length if end is None else min(length, end - at)

@@ -62,8 +62,8 @@ def failed(story: Story, number: int, failure: Failure) -> Block:
     compared = failure.compared
     hang: list[Row] = []
     if failure.timer is not None:
-        end = f"killed by {failure.signal}" if failure.signal else f"sent {failure.timer.signal}"
-        what = f"hung: {_expired(failure.timer)}, so it was {clean(end)}"
+        what = _hung(failure.timer, failure.signal)
+        what += "; the wrapper gave up" if failure.gave_up is not None else ""
         hang = _hang_rows(failure.timer, compared or failure.timer.compared)
     elif compared:  # another host reports the timer
         hang = _place_rows(compared)
@@ -107,7 +107,7 @@ def _joined(cost: RestartCost) -> str:
     return ", ".join(hosts) + (f" and {more} more" if more else "")
 
 
-def _later(cost: RestartCost, seconds: float | None) -> float | None:
+def _later(cost: RestartCost | InProcessRestart, seconds: float | None) -> float | None:
     return None if cost.at_s is None or seconds is None else cost.at_s + seconds
 
 
@@ -281,12 +281,18 @@ def in_process_restart(restart: InProcessRestart) -> Block:
     of = f" of attempt {restart.attempt}" if restart.attempt else ""
     what = f"{who} {clean(restart.did)}"
     rows: list[Row] = []
+    if (timer := restart.timer) is not None:
+        what = f"{who} {_hung(timer, timer.signal)}"
+        rows += _hang_rows(timer, timer.compared)
+    if restart.silent_s:
+        detected = dict(restart.phases).get("detected", 0.0)
+        silent, at = duration(restart.silent_s + detected), _later(restart, detected)
+        rows.append(("detected after", silent, "since its last sign of life", at))
     if restart.phases:
         phase, after = restart.phases[-1]
         steps = ", ".join(f"{clean(name)} {duration(s)}" for name, s in restart.phases[:-1])
-        at = None if restart.at_s is None else restart.at_s + after
         note = f"since the fault: {steps}" if steps else ""
-        rows.append((f"{clean(phase)} after", duration(after), note, at))
+        rows.append((f"{clean(phase)} after", duration(after), note, _later(restart, after)))
     rows += _column("replaced", [_replacement(each) for each in restart.replaced])
     rows += _column("not replaced", [clean(each) for each in restart.not_replaced])
     rows += _column("state", [_sent_state(each) for each in restart.states])
@@ -321,6 +327,12 @@ def _replacement(of: Replacement) -> str:
         f"rank {of.rank}: pid {of.ended_pid} ended {clean(of.how)}{at}; pid {of.pid} started "
         f"{start}{after}{left}"
     )
+
+
+def _hung(timer: Expiry, killed_by: str | None) -> str:
+    """Describe a worker whose timer expired, as a predicate."""
+    end = f"killed by {killed_by}" if killed_by else f"sent {timer.signal}"
+    return f"hung: {_expired(timer)}, so it was {clean(end)}"
 
 
 def _expired(expiry: Expiry) -> str:

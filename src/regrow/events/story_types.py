@@ -234,7 +234,7 @@ class InProcessRestart:
     what: str
     """The fault, in one line."""
     cause: str
-    """Its kind: exception, exit, signal, hang or unknown."""
+    """Its kind: exception, exit, signal, hang, heartbeat or unknown."""
     did: str
     """What the faulty rank did, as a predicate: "was killed by SIGKILL"."""
     lost: tuple[int, ...]
@@ -257,6 +257,10 @@ class InProcessRestart:
     """Its process id."""
     exit_code: int | None = None
     """Its exit code; a negative one is the number of a signal."""
+    timer: Expiry | None = None
+    """The timer that made the agent kill the process."""
+    silent_s: float = 0.0
+    """Seconds before `at_s` without a sign of life of a rank that hung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

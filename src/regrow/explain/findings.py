@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from regrow.events import Failure
+from regrow.events import Expiry, Failure, InProcessRestart
 from regrow.events.evidence import (
     Record,
     integer,
@@ -45,15 +45,26 @@ def title_of(scene: Scene, failure: Failure) -> str:
     who = worker(failure.rank, failure.host, failure.pid)
     if failure.rank is None and failure.pid is None:
         who = f"host {failure.host}:" if failure.host else "the attempt:"
-    if (timer := failure.timer) is not None:
-        stopped = text(suspension_of(scene, failure), "signal")
-        did = f"was paused by {stopped}" if stopped else "hung"
-        if timer.heartbeat:
-            silent = (timer.after_s or 0.0) + (timer.over_s or 0.0)
-            return f"{who} {did}: no heartbeat for {seconds(silent)}"
-        scope = short_scope(timer.scope)
-        return f"{who} {did}: it exceeded its timer {scope!r} of {seconds(timer.after_s)}"
+    if failure.timer is not None:
+        gave_up = "; the wrapper gave up" if failure.gave_up is not None else ""
+        return f"{who} {what_hung_did(scene, failure.timer)}{gave_up}"
     return f"{who} {failure.what}"
+
+
+def what_hung_did(scene: Scene, timer: Expiry) -> str:
+    """Return what a worker did whose timer expired, as a predicate."""
+    stopped = text(suspension_of(scene, timer), "signal")
+    did = f"was paused by {stopped}" if stopped else "hung"
+    if timer.heartbeat:
+        silent = (timer.after_s or 0.0) + (timer.over_s or 0.0)
+        return f"{did}: no heartbeat for {seconds(silent)}"
+    return f"{did}: it exceeded its timer {short_scope(timer.scope)!r} of {seconds(timer.after_s)}"
+
+
+def ended_for(timer: Expiry, signal: str) -> Fact:
+    """Return the end of a process by a signal that regrow sent, because its timer expired."""
+    why = "it sent no heartbeat" if timer.heartbeat else "its timer expired"
+    return Fact("exit", f"regrow ended it with {signal}, because {why}")
 
 
 def evidence_of(
@@ -71,12 +82,11 @@ def evidence_of(
     since = silence_of(failure) or "the failure"
     if timer is not None:
         yield Fact("where it was", timer.stood)
-    yield from _of_suspension(scene, failure, event)
+    yield from of_suspension(scene, failure, event)
     if injected := text(event, "injected"):
         yield Fact("injected", f"by --chaos: {injected}")
     if timer is not None and failure.signal is not None:
-        why = "it sent no heartbeat" if timer.heartbeat else "its timer expired"
-        yield Fact("exit", f"regrow ended it with {failure.signal}, because {why}")
+        yield ended_for(timer, failure.signal)
     elif stopped := stopped_with(event):
         yield Fact("exit", f"regrow stopped it with {stopped}, after its exception")
     elif failure.signal is not None:
@@ -140,7 +150,10 @@ _ENDED = re.compile(r"iteration \d+ ended by ")
 """The start of a note that names a rank which only followed when a wrapper gave up."""
 
 
-def _of_suspension(scene: Scene, failure: Failure, event: Record) -> Iterator[Fact]:
+def of_suspension(
+    scene: Scene, failure: Failure | InProcessRestart, event: Record
+) -> Iterator[Fact]:
+    """Yield which signal kept a failed process suspended, and where it may have come from."""
     stopped, timer = suspension_of(scene, failure), failure.timer
     if not stopped:
         return
@@ -243,7 +256,7 @@ def begin_of(scene: Scene, failure: Failure) -> float | None:
     return None if at is None else at - failure.silent_s
 
 
-def suspension_of(scene: Scene, failure: Failure) -> Record:
+def suspension_of(scene: Scene, failure: Failure | InProcessRestart | Expiry) -> Record:
     """Return the event of the signal that kept the failed process suspended; empty: none did."""
     own = [
         event

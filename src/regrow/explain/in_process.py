@@ -19,11 +19,12 @@ from regrow.events.evidence import (
     steps,
     text,
 )
-from regrow.events.in_process import NEAR_S, TIME_OUTS, end_of, silent_s
+from regrow.events.in_process import NEAR_S, TIME_OUTS, end_of
 from regrow.explain import ladder, long_settings
 from regrow.explain.accounts import accounts_of, row_count, step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
-from regrow.explain.peers import last_step_of
+from regrow.explain.findings import of_suspension, what_hung_did
+from regrow.explain.peers import last_step_of, places_of_others, silence_of
 from regrow.explain.replacements import WAITED, facts_of_end, how_replaced, last_step_before
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, seconds, worker
@@ -129,9 +130,8 @@ def _explained(
     event = recorded.event_of(restart)
     kind = text(event, "kind") or ""
     ended = _end_of(scene, restart, kind)
-    silent = silent_s(event)
-    timeline = tuple(_timeline(restart, silent))
-    begin = None if restart.at_s is None else restart.at_s - silent
+    silent, timeline, begin = restart.silent_s, tuple(_timeline(restart)), _begin_of(restart)
+    did = restart.did if restart.timer is None else what_hung_did(scene, restart.timer)
     redone = _redone(scene, event, end.repeated_steps)
     size = restart.world_size or scene.world_size(restart.attempt)
     lasted = timeline[-1].end_s if timeline else None
@@ -148,7 +148,7 @@ def _explained(
     return Explanation(
         attempt=restart.attempt,
         iteration=restart.iteration,
-        title=f"{worker(restart.rank, host, pid)} {restart.did}",
+        title=f"{worker(restart.rank, host, pid)} {did}",
         cause=restart.cause,
         rung=2 if restart.replaced else 1,
         outcome=f"the function was called again (iteration {restart.iteration})"
@@ -178,6 +178,11 @@ def _explained(
         ),
         long=long_settings.of_in_process(scene, restart, kind, timeline),
     )
+
+
+def _begin_of(restart: InProcessRestart) -> float | None:
+    """Return when a fault began: if a rank hung, its last sign of life."""
+    return None if restart.at_s is None else restart.at_s - restart.silent_s
 
 
 def _went_on(event: Record, redone: int | None, reached: int | None) -> str:
@@ -226,9 +231,11 @@ def _evidence(
     if injected := _injected(event, ended, recorded.raised_before(restart)):
         yield Fact("injected", f"by --chaos: {injected}")
     if ended:
-        yield from facts_of_end(ended)
+        yield from facts_of_end(ended, restart.timer)
+    if restart.timer is not None:
+        yield from of_suspension(scene, restart, ended)
     said = text(ended, "message") or ""
-    if said and not said.startswith(("Signal ", "<N/A>", "exit")):
+    if restart.timer is None and said and not said.startswith(("Signal ", "<N/A>", "exit")):
         yield Fact("message", said)
     kind, message = text(event, "kind") or "unknown", text(event, "message") or "?"
     raised = recorded.raised_before(restart)
@@ -246,15 +253,15 @@ def _evidence(
         yield Fact("exception", message)
         yield Fact("traceback", "in the stderr of the rank; its event is not in these logs")
     step, at = integer(ended or raised, "last_step"), None
+    begin, what = _begin_of(restart), silence_of(restart) or "the failure"
     if ended and step is not None:
-        yield Fact("last step", last_step_before(ended, restart.at_s))
+        yield Fact("last step", last_step_before(ended, begin, what))
         step = None
     if step is None and restart.rank in restart.lost:
         step, at = last_step_of(scene, restart.attempt, restart.rank)
     if step is not None:
-        yield Fact(
-            "last step", ", ".join(filter(None, [f"step {step}", relative(at, restart.at_s)]))
-        )
+        when = relative(at, begin, what)
+        yield Fact("last step", ", ".join(filter(None, [f"step {step}", when])))
     if log_file := scene.log_file(restart.rank, restart.attempt):
         yield Fact("log file", log_file)
     if (faults := integer(event, "faults") or 1) > 1:
@@ -279,6 +286,7 @@ def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int
     started = scene.first("attempt.started", restart.attempt)
     host = text(event, "host")
     size = integer(started, "world_size")
+    yield from places_of_others(restart.rank, restart.timer.compared if restart.timer else ())
     if (step := integer(event, "last_step")) is not None:
         yield f"the ranks on host {host} had made at most step {step}"
     if size is not None and size <= _MOST_RANKS and restart.lost_count <= len(restart.lost):
@@ -321,10 +329,13 @@ def _restarts_left(restart: InProcessRestart) -> int | None:
     return min(left, default=None)
 
 
-def _timeline(restart: InProcessRestart, silent: float) -> Iterator[Phase]:
+def _timeline(restart: InProcessRestart) -> Iterator[Phase]:
+    now = silent = restart.silent_s
     if silent:
-        yield Phase("silent", 0.0, silent, "no progress; the wrapper waited")
-    now = silent
+        waited = "no progress; the wrapper waited"
+        if restart.timer is not None:
+            waited = "no sign of life; regrow waited"
+        yield Phase("silent", 0.0, silent, waited)
     for name, after in restart.phases:
         if silent + after - now >= _SHOWN_S:
             label, meaning = _PHASES.get(name, (name, ""))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from regrow.events import Failure, InProcessRestart, PlannedRestart
+from regrow.events import Expiry, Failure, InProcessRestart, PlannedRestart
 from regrow.events.evidence import real, short_scope
 from regrow.events.silences import SILENT_HOST, without_heartbeat_s
 from regrow.explain.explanation import Held, Phase
@@ -87,8 +87,8 @@ def of_in_process(
         kind: the kind of the fault, such as "SOFT_TIMEOUT".
         timeline: its phases.
     """
-    found: list[Held] = []
-    if (silent := _length(timeline, "silent")) > 0:
+    found = [*_timer(scene, restart.timer, timeline)]
+    if (silent := _length(timeline, "silent")) > 0 and restart.timer is None:
         text = "a rank counts as hung only after so long without progress"
         found.append(Held(f"Wrapper({kind.lower()}=)", seconds(silent), silent, text))
     sources = {each.source for each in restart.replaced}
@@ -114,8 +114,7 @@ def _length(timeline: Sequence[Phase], name: str) -> float:
     return sum(phase.length_s for phase in timeline if phase.name == name)
 
 
-def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Iterator[Held]:
-    timer = failure.timer
+def _timer(scene: Scene, timer: Expiry | None, timeline: Sequence[Phase]) -> Iterator[Held]:
     if timer is not None and timer.heartbeat:
         period = real(scene.settings, "heartbeat")
         value = "unknown" if period is None else f"{period:g} s"
@@ -129,6 +128,10 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
         text = "a worker in this block counts as hung only after this time"
         name = f"regrow.expires(after=..., scope={short_scope(timer.scope)!r})"
         yield Held(name, f"{timer.after_s:g} s", _length(timeline, "silent"), text)
+
+
+def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Iterator[Held]:
+    yield from _timer(scene, failure.timer, timeline)
     if failure.is_host_lost:
         bound, silent = real(scene.bounds, SILENT_HOST), _length(timeline, "silent")
         if bound is not None and without_heartbeat_s(failure.what) is not None:

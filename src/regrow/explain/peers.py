@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from regrow.events import Failure, OtherFailure
+from regrow.events import Failure, InProcessRestart, OtherFailure
 from regrow.events.evidence import Record, integer, integers, real, text
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, worker
@@ -24,7 +24,7 @@ def noticed(scene: Scene, failure: Failure) -> str:
     return f"the notice of host {host} reached the other hosts"
 
 
-def silence_of(failure: Failure) -> str:
+def silence_of(failure: Failure | InProcessRestart) -> str:
     """Return the begin of the silence of a rank that hung, as a clause; else empty."""
     return f"rank {failure.rank} fell silent" if failure.timer is not None else ""
 
@@ -66,7 +66,9 @@ def what_peers_did(scene: Scene, failure: Failure, begin: float | None) -> tuple
         failure: the failure.
         begin: when it began.
     """
-    lines = [*_compared(failure), *_steps(scene, failure, begin)]
+    own = failure.timer.compared if failure.timer is not None else ()
+    places = places_of_others(failure.rank, failure.compared or own)
+    lines = [*places, *_steps(scene, failure, begin)]
     return (*_first_lines(lines), *_consequences(failure))
 
 
@@ -98,11 +100,10 @@ def _first_lines(lines: list[str]) -> tuple[str, ...]:
     return (*lines[:_MOST_LINES], *([f"... {more} more lines"] if more > 0 else []))
 
 
-def _compared(failure: Failure) -> list[str]:
-    own = failure.timer.compared if failure.timer is not None else ()
-    itself = f"rank {failure.rank} "
-    found = [line for line in failure.compared or own if not line.startswith(itself)]
-    return [f"when it was given up: {line}" for line in found]
+def places_of_others(rank: int | None, compared: Iterable[str]) -> list[str]:
+    """Return where the other ranks were when the timer of a rank expired."""
+    others = (line for line in compared if not line.startswith(f"rank {rank} "))
+    return [f"when it was given up: {line}" for line in others]
 
 
 def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]:

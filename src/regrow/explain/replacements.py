@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from regrow._accounts import PENDING
-from regrow.events import Replacement
+from regrow.events import Expiry, Replacement
 from regrow.events.evidence import (
     Record,
+    cause_of,
     describe_failure,
+    expiry,
     integer,
     integers,
     real,
     signal_name,
     text,
 )
-from regrow.events.in_process import NEAR_S, replacement
+from regrow.events.in_process import NEAR_S, TIMER_OF, by_fields, replacement, timer_of
 from regrow.explain import ladder
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
+from regrow.explain.findings import ended_for, what_hung_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, relative, worker
 
@@ -54,18 +57,21 @@ def explain_cut_short(scene: Scene) -> Iterator[Explanation]:
 def _cut_short(
     scene: Scene, attempt: int, new: Replacement, ended: Record, begin: float, over: float
 ) -> Explanation:
-    host, pid, exit_code = text(ended, "host"), integer(ended, "pid"), integer(ended, "exitcode")
+    host, pid, end = text(ended, "host"), integer(ended, "pid"), _as_a_failure(ended)
+    expired = timer_of(ended, by_fields(TIMER_OF, scene.named("timer.expired", attempt)))
+    timer = expiry(expired) if expired else None
+    did = describe_failure(end) if timer is None else what_hung_did(scene, timer)
     size = scene.world_size(attempt)
     step, log_file = integer(ended, "last_step"), scene.log_file(new.rank, attempt)
-    facts = [*facts_of_end(ended)]
+    facts = [*facts_of_end(ended, timer)]
     facts += [Fact("last step", last_step_before(ended, begin))] if step is not None else []
     facts += [Fact("log file", log_file)] if log_file else []
     left = new.restarts_left
     rest = "" if left is None else f"; {left or 'none'} left"
     return Explanation(
         attempt=attempt,
-        title=f"{worker(new.rank, host, pid)} {describe_failure({'exit_code': exit_code})}",
-        cause="signal" if _signal(ended) else "exit",
+        title=f"{worker(new.rank, host, pid)} {did}",
+        cause=cause_of(end, timer),
         rung=None,
         outcome="rung 2 (one new process) was tried, but the attempt failed before the new"
         " process had joined the other ranks: see the next failure",
@@ -91,24 +97,36 @@ def _cut_short(
     )
 
 
-def last_step_before(ended: Record, begin: float | None) -> str:
-    """Return the last step of a process that ended, and how long that was before its end."""
+def last_step_before(ended: Record, begin: float | None, what: str = "the failure") -> str:
+    """Return the last step of a process that ended, and how long that was before `what`."""
     account = ended.get("account")
     is_step = isinstance(account, dict) and account.get("open") == PENDING
     at = real(account, "since_monotonic") if isinstance(account, dict) and is_step else None
-    return ", ".join(filter(None, [f"step {integer(ended, 'last_step')}", relative(at, begin)]))
+    when = relative(at, begin, what)
+    return ", ".join(filter(None, [f"step {integer(ended, 'last_step')}", when]))
 
 
-def facts_of_end(ended: Record) -> Iterator[Fact]:
-    """Yield how a process ended, from its event, and where its signal may have come from."""
-    name = _signal(ended)
+def facts_of_end(ended: Record, timer: Expiry | None) -> Iterator[Fact]:
+    """Yield how a process ended, and where its signal came from, or may have come from.
+
+    Args:
+        ended: the event of its end.
+        timer: the timer that made regrow end it.
+    """
+    name = signal_name(_as_a_failure(ended))
+    if timer is not None:
+        yield Fact("where it was", timer.stood)
+        yield ended_for(timer, name or "a signal")
+        if timer.stacks:
+            yield Fact("all stacks", timer.stacks)
+        return
     yield Fact("exit", f"killed by {name}" if name else f"exit code {integer(ended, 'exitcode')}")
     if name in FROM_OUTSIDE:
         yield Fact("sent by", FROM_OUTSIDE[name])
 
 
-def _signal(ended: Record) -> str | None:
-    return signal_name({"exit_code": integer(ended, "exitcode")})
+def _as_a_failure(ended: Record) -> Record:
+    return {"exit_code": integer(ended, "exitcode")}
 
 
 _SOURCES = {
