@@ -492,6 +492,29 @@ def test_a_lost_rank_that_failed_itself_has_the_time_from_its_failure_to_its_end
     assert seconds(only(log)) == parts | {"detection": 1.5, "lost_ranks": 1}
 
 
+@pytest.mark.parametrize("name", ["timer.expired", "heartbeat.stalled"])
+@pytest.mark.parametrize(
+    ("pid", "reported_at", "unfinished"), [(7, 39.9, 1), (8, 39.9, 28), (7, 11, 28)]
+)
+def test_what_exceeds_a_step_of_a_lost_rank_that_hung_is_detection(
+    name: str, pid: int, reported_at: float, unfinished: float
+) -> None:
+    log = Log().start(0).add(reported_at, name, rank=0, pid=pid)  # last mark at 12 s
+    log.add(40, "inprocess.lost", local_rank=0, pid=7, lost_monotonic=90.0)
+    found = seconds(only(log.end(45, "SUCCEEDED").finish(45, "SUCCEEDED")))
+    parts = {"startup_script": 2, "productive": 10, "lost_ranks": 5, "unfinished": unfinished}
+    assert found == parts | ({"detection": 27} if unfinished == 1 else {})
+
+
+def test_what_exceeds_a_step_of_a_replaced_process_that_hung_is_detection() -> None:
+    log = Log().start(0).add(39.9, "timer.expired", rank=0, pid=7)
+    ended: Event = {"local_rank": 0, "pid": 7, "ended_monotonic": 90.0}
+    log.add(40, "worker.vacated", account=log.account(), **ended)
+    found = seconds(only(log.end(45, "FAILED").finish(45, "FAILED")))
+    parts = {"startup_script": 2, "productive": 10, "lost_ranks": 5}
+    assert found == parts | {"unfinished": 1, "detection": 27}
+
+
 def test_the_search_for_a_lost_rendezvous_is_no_part_of_the_training() -> None:
     log = Log().start(0).add(14, "lease.over", lapsed_monotonic=63.5).end(14, "FAILED")
     log.add(20, "rendezvous.lost").finish(20, "ERROR")

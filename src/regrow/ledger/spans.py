@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from regrow import _accounts as rows
 from regrow.events import Run
-from regrow.events.evidence import integer, real, text
+from regrow.events.evidence import Record, integer, real, text
 from regrow.ledger import buckets
 from regrow.ledger.attempts import (
     NodeAttempt,
@@ -176,7 +176,8 @@ class _Builder:
             if name == "regrow.worker.vacated" and start is not None:
                 at = _clamp(real(event, "ended_monotonic"), start, attempt.end)
                 account = reading(event.get("account"))
-                self._process(attempt, local_rank, start, at, account, _dead(at), kept=is_kept)
+                ending = ProcessEnd(failed=at, detected=at, hung=_hung(attempt, event, account))
+                self._process(attempt, local_rank, start, at, account, ending, kept=is_kept)
                 vacant_since, start, is_kept = at, None, False
             elif name == "regrow.worker.replaced" and start is None:
                 start = _clamp(real(event, "started_monotonic"), vacant_since, attempt.end)
@@ -185,7 +186,8 @@ class _Builder:
                 )
             elif name == "regrow.inprocess.lost" and start is not None:
                 at = _clamp(real(event, "lost_monotonic"), start, attempt.end)
-                ending = ProcessEnd(failed=min(end.failed, at), detected=at)
+                hung = _hung(attempt, event, final)
+                ending = ProcessEnd(failed=min(end.failed, at), detected=at, hung=hung)
                 self._process(attempt, local_rank, start, at, final, ending, kept=is_kept)
                 vacant_since, start = at, None
         if start is None:
@@ -270,6 +272,23 @@ def _ending(attempt: NodeAttempt, *, hung: bool) -> ProcessEnd:
     )
 
 
+def _hung(attempt: NodeAttempt, ended: Record, account: rows.Reading | None) -> bool:
+    """Return whether a process that ended in an attempt had hung, and has had no mark since.
+
+    Args:
+        attempt: the attempt.
+        ended: the event of its end.
+        account: its account.
+    """
+    since = attempt.start if account is None else account.since_monotonic
+    return any(
+        text(event, "name") in (_EXPIRED, _STALLED)
+        and integer(event, "pid") == integer(ended, "pid")
+        and (real(event, "monotonic") or 0.0) >= since
+        for event in attempt.events
+    )
+
+
 def _stalled(attempt: NodeAttempt, rank: int | None, account: rows.Reading | None) -> bool:
     """Return whether a worker was reported to stay at one step, and has had no mark since."""
     since = attempt.start if account is None else account.since_monotonic
@@ -282,11 +301,8 @@ def _stalled(attempt: NodeAttempt, rank: int | None, account: rows.Reading | Non
 
 
 _NO_RENDEZVOUS, _STALLED = "regrow.rendezvous.lost", "regrow.heartbeat.stalled"
+_EXPIRED = "regrow.timer.expired"
 _STOPS = {"regrow.job.stopping", "regrow.round.ended", "regrow.job.restarting"}
-
-
-def _dead(at: float) -> ProcessEnd:
-    return ProcessEnd(failed=at, detected=at)
 
 
 def _clamp(at: float | None, low: float, high: float) -> float:
