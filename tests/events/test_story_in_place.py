@@ -149,7 +149,7 @@ def test_a_malformed_event_is_shown_as_far_as_possible(fields: Line) -> None:
     assert any(line.startswith("in-process restart") for line in rendered(restarted(1, **fields)))
 
 
-def test_a_wrapper_that_gave_up_did_not_restart_its_function() -> None:
+def gave_up(**fields: Any) -> Line:
     failed = {
         "name": "regrow.worker.failed",
         "monotonic": 107.0,
@@ -161,6 +161,11 @@ def test_a_wrapper_that_gave_up_did_not_restart_its_function() -> None:
         "traceback": "The above exception was the direct cause of the following exception:\n\n"
         "Traceback (most recent call last):\nRestartAbort: no further restart",
     }
+    return failed | fields
+
+
+def test_a_wrapper_that_gave_up_did_not_restart_its_function() -> None:
+    failed = gave_up()
     lines = rendered(restarted(1), failed)
     assert not any("in-process restart" in line for line in lines)
     did = "raised an exception: ValueError('x'); the wrapper gave up"
@@ -282,3 +287,19 @@ def test_a_later_failure_does_not_show_the_timer_of_a_restart_as_its_own() -> No
     (failure,) = story_of(*without_rank_2(expired()), own, failed).failures
     assert failure.timer is not None
     assert failure.hung_too == ()
+
+
+@pytest.mark.parametrize("timers", [[], [expired()]])
+def test_the_loss_after_which_the_wrapper_gave_up_is_one_failure_also_if_it_is_a_failure_itself(
+    timers: list[Line],
+) -> None:
+    own = {"rank": 2, "pid": 72, "exit_code": -9, "signal": "SIGKILL", "root_cause": True}
+    own |= {"traceback": None, "message": timers[0]["message"] if timers else "Signal 9"}
+    lost = gave_up(monotonic=107.1, failed_monotonic=106.0, **own)
+    found = story_of(*without_rank_2(*timers), gave_up(rank=0, pid=70), lost)
+    (failure,) = found.failures
+    assert (failure.rank, failure.pid, failure.gave_up) == (2, 72, "no further restart")
+    assert (failure.timer is not None) == bool(timers)
+    assert not found.in_place
+    assert not found.expiries
+    assert "; the wrapper gave up" in found.render(1000)

@@ -274,22 +274,37 @@ class _StoryBuilder:
             return False
         attempt = self.attempts[last.attempt]
         root = evidence.root_cause(attempt.named[_FAILED])
+        said = self._said_to_give_up(last.attempt)
         over = last.at_s + max((after for _, after in last.phases), default=0.0)
         steps = [s.last_monotonic for s in attempt.steps if s.last_monotonic is not None]
-        if root is None or evidence.gave_up(root) is None:
+        if root is None or said is None:
             return False
-        is_soon = 0.0 <= evidence.failed_at(root) - over < NEAR_S
+        ended = integer(root, "rank"), integer(root, "pid")
+        # The loss of the faulty rank is a failure itself if no worker of its node is left.
+        if root is not said and ended != (last.rank, last.pid):
+            return False
+        is_soon = 0.0 <= evidence.failed_at(said) - over < NEAR_S
         return is_soon and max(steps, default=0.0) <= over
+
+    def _said_to_give_up(self, number: int) -> Record | None:
+        """Return the first failure by which a wrapper gave up in an attempt."""
+        failed = self.attempts[number].named[_FAILED]
+        return evidence.root_cause([e for e in failed if evidence.gave_up(e) is not None])
 
     @staticmethod
     def _first_fault(failures: list[Record], root: Record, restart: InProcessRestart) -> Record:
         """Return the failure of the rank after whose fault a wrapper gave up."""
-        alive = (e for e in failures if restart.pid is None and integer(e, "rank") == restart.rank)
+        own = (
+            event
+            for event in failures
+            if integer(event, "rank") == restart.rank
+            and restart.pid in (None, integer(event, "pid"))
+        )
         ended = {
             key: getattr(restart, key) for key in ("attempt", "rank", "host", "pid", "exit_code")
         }
         ended["detected_monotonic"] = root.get("detected_monotonic")
-        return {**next(alive, ended), "failed_monotonic": restart.at_s}
+        return {**next(own, ended), "failed_monotonic": restart.at_s}
 
     def _failure(self, number: int) -> Failure | None:
         if self._is_part_of_the_stop(number):
@@ -319,7 +334,7 @@ class _StoryBuilder:
         else:
             what, clock = evidence.describe_failure(root), text(root, "host")
             if (given_up := self.given_up.get(number)) is not None:
-                gave_up = evidence.gave_up(root)
+                gave_up = evidence.gave_up(self._said_to_give_up(number) or root)
                 root = self._first_fault(attempt.named[_FAILED], root, given_up)
                 what, cause = f"{given_up.did}; the wrapper gave up", given_up.cause
                 timer = given_up.timer
