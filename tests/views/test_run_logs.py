@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.views.written_job import WrittenJob
+from regrow.events import NO_ID
 from regrow.views import Library
 from regrow.views.logs import LogName, LogReader, log_files
 from regrow.views.pages import StepPage
@@ -37,6 +38,48 @@ def test_a_log_without_an_end_may_overlap_for_a_minute() -> None:
 
 def test_runs_of_other_ids_are_other_jobs() -> None:
     assert len(grouped([run("a", 0, 100), run("b", 5, 90, "other")])) == 2
+
+
+def log_of(runs: Path, name: str, nodes: list[str], wall: float = 1000.0, filler: int = 0) -> None:
+    """Write the log of a run of the job "none"; `filler` bytes precede its round."""
+    common = {"run_id": NO_ID, "host": name}
+    events: list[dict[str, object]] = [
+        {"name": "regrow.job.started", "time": wall},
+        {"name": "regrow.worker.accounts", "time": wall + 1, "filler": "x" * filler},
+        {"name": "regrow.rendezvous.completed", "time": wall + 2, "first_ranks": nodes},
+        {"name": "regrow.job.finished", "time": wall + 100, "state": "SUCCEEDED"},
+    ]
+    (runs / name).mkdir()
+    lines = "".join(json.dumps(common | event) + "\n" for event in events)
+    (runs / name / "events.jsonl").write_text(lines)
+
+
+def names_of(library: Library) -> list[list[str]]:
+    """Return the names of the directories of each job."""
+    return [[os.path.basename(run.directory) for run in job.runs] for job in library.jobs()]
+
+
+def test_the_nodes_of_a_round_are_one_job_however_far_their_clocks_differ(tmp_path: Path) -> None:
+    log_of(tmp_path, "a", ["x", "y"], wall=4600)
+    log_of(tmp_path, "b", ["x", "y"], wall=1000, filler=1 << 18)  # the end of the log has them
+    assert names_of(Library([str(tmp_path)])) == [["b", "a"]]
+
+
+def test_jobs_with_the_default_id_that_share_no_node_are_different_jobs(tmp_path: Path) -> None:
+    log_of(tmp_path, "a", ["x", "y"])
+    log_of(tmp_path, "b", ["p", "q"], wall=1050)
+    assert names_of(Library([str(tmp_path)])) == [["b"], ["a"]]
+
+
+def test_the_key_of_a_job_that_becomes_part_of_an_earlier_one_leads_to_it(tmp_path: Path) -> None:
+    log_of(tmp_path, "a", ["x", "y"], wall=4600)
+    library = Library([str(tmp_path)])
+    (alone,) = library.jobs()
+    log_of(tmp_path, "b", ["x", "y"])
+    found = library.job(alone.key)
+    assert found is not None
+    assert len(found.runs) == 2
+    assert library.job("of no job") is None
 
 
 def test_the_log_itself_its_directory_and_the_one_above_lead_to_the_job(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ takes longer than a snapshot, so it is done when the events have changed, and no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from regrow.events import read_events
+from regrow.events import jobs_of, read_events, runs_of
 from regrow.events.evidence import Record
 from regrow.explain import RUNG_NAMES, Explanation, draw, explain, worker_time
 from regrow.ledger import (
@@ -57,7 +59,8 @@ class Accounts:
             version: changes when the job has further events.
 
         Returns:
-            `ledger`: its figures, or None without the logs; `explanations`: the latest ones;
+            `ledger`: its figures over all runs, or None without the logs; `explanations`: the
+            latest ones;
             `rungs`: the names of the rungs; `is_current`: whether the account is of this version.
         """
         begun = self._clock()
@@ -81,14 +84,37 @@ def account(job: Job, remote: RemoteJob | None) -> dict[str, Any]:
             logs[run.directory] = list(read_events(run.directory, lambda broken_line: None))
         except OSError:
             is_whole = False
-    found = next(reversed(explain(logs).values()), [])  # the runs of a job have one id
+    found = _explained(logs)
     ledgers = build_ledgers(logs, agent_is_alive) if is_whole else []
     return {
-        "ledger": figures(ledgers[-1]) if ledgers else None,
+        "ledger": figures(_added_up(ledgers)) if ledgers else None,
         "explanations": [_shown(each) for each in found[-MOST_EXPLANATIONS:]],
         "rungs": RUNG_NAMES,
         "left_out": max(len(found) - MOST_EXPLANATIONS, 0),
     }
+
+
+def _explained(logs: Mapping[str, Sequence[Record]]) -> list[Explanation]:
+    """Return all explanations, numbered from 1.
+
+    The whole logs may show several jobs with one id; `explain` gives the last one of them.
+    """
+    found: list[Explanation] = []
+    for job in jobs_of(run for log, events in logs.items() for run in runs_of(log, events)):
+        own: defaultdict[str, list[Record]] = defaultdict(list)
+        for session in job:
+            for run in session.runs:
+                own[run.log] += run.events
+        found += [each for of_id in explain(own).values() for each in of_id]
+    return [replace(each, number=n) for n, each in enumerate(found, 1)]
+
+
+def _added_up(ledgers: Sequence[Ledger]) -> Ledger:
+    """Return the ledger of several jobs, as far as `figures` reads it."""
+    names = dict.fromkeys(name for ledger in ledgers for name in ledger.seconds)
+    seconds = {name: sum(ledger.seconds.get(name, 0.0) for ledger in ledgers) for name in names}
+    steps = [ledger.highest_step for ledger in ledgers if ledger.highest_step is not None]
+    return replace(ledgers[-1], seconds=seconds, highest_step=max(steps, default=None))
 
 
 def figures(ledger: Ledger) -> dict[str, Any]:
@@ -102,8 +128,6 @@ def figures(ledger: Ledger) -> dict[str, Any]:
         "phases_s": ledger.phases,
         "goodput": ledger.goodput,
         "effective_training_time_ratio": ledger.effective_training_time_ratio,
-        "workers": ledger.workers,
-        "redone_steps": ledger.redone_steps,
         "buckets": [
             {
                 "name": name,

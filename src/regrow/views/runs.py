@@ -1,9 +1,9 @@
 """Find the runs in log directories, and group them into jobs.
 
 A *run* is one agent's part of a job: a directory with an `events.jsonl`. On a shared file system
-one log directory holds the runs of all hosts. Runs belong to one job if they have the same
-`--rdzv-id` and their times overlap, by the wall clocks of their hosts. So a requeued job is a job
-of its own. A log without an end counts as running for `OPEN_S` after its last event.
+one log directory holds the runs of all hosts. A *job* of the views is a session of
+`regrow.events.jobs_of`, so a requeued job is a job of its own. The node ids are those at both ends
+of each log. A log without an end counts as running for `OPEN_S` after its last event.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regrow.events import EVENTS_FILE
-from regrow.events.evidence import integer, real, text
+from regrow.events import EVENTS_FILE, jobs_of
+from regrow.events import Run as RecordedRun
+from regrow.events.evidence import Record, integer, real, strings, text
 from regrow.utils import start_ticks
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ MOST_OF_A_NAME = 2_000
 """Most events of one name that are kept in memory, the latest ones."""
 LONGEST_LINE = 1 << 20
 """Longest line of a log, in bytes."""
+_ROUND_FORMED = "regrow.rendezvous.completed"
 _HEAD, _TAIL = 1 << 16, 1 << 15  # bytes that are read for the list of jobs
 
 
@@ -57,6 +59,8 @@ class Run:
     """Process id of the agent and its start in clock ticks since the boot."""
     script: str
     """The command of a worker."""
+    nodes: frozenset[str] = frozenset()
+    """Node ids in its rounds, as far as the ends of its log have them."""
 
     @property
     def is_elsewhere(self) -> bool:
@@ -77,7 +81,7 @@ class Job:
     """Runs that are one job."""
 
     key: str
-    """Name of the job in addresses: the same as long as the job's first run is there."""
+    """Name of the job in addresses, from the directory of its first run."""
     run_id: str
     runs: tuple[Run, ...]
     """At least one; the one that started first comes first."""
@@ -113,8 +117,11 @@ class Library:
         return library
 
     def job(self, key: str) -> Job | None:
-        """Return the job with this key."""
-        return next((job for job in self.jobs() if job.key == key), None)
+        """Return the job with this key, also if it has become part of a job with an earlier run."""
+        jobs = self.jobs()
+        if (found := next((job for job in jobs if job.key == key), None)) is not None:
+            return found
+        return next((job for job in jobs if key in (_key(run.directory) for run in job.runs)), None)
 
     def is_alive(self, run: Run) -> bool | None:
         """Return whether an agent runs; None if it is on another host, and does not answer."""
@@ -138,19 +145,30 @@ class Library:
 
 
 def grouped(runs: Sequence[Run]) -> list[Job]:
-    """Group runs into jobs; the job that started last comes first."""
-    groups: list[list[Run]] = []
-    ends: dict[str, tuple[float, list[Run]]] = {}  # by id: the end of its latest job, and its runs
-    for run in sorted(runs, key=lambda run: (run.started, run.directory)):
-        end = run.last if run.finished is not None else run.last + OPEN_S
-        latest, group = ends.get(run.run_id, (float("-inf"), []))
-        if run.started > latest:
-            group = []
-            groups.append(group)
-        group.append(run)
-        ends[run.run_id] = max(end, latest), group
-    jobs = [Job(_key(group[0].directory), group[0].run_id, tuple(group)) for group in groups]
+    """Group runs into jobs as `jobs_of` does; the job that started last comes first."""
+    by_directory = {run.directory: run for run in runs}
+    jobs = []
+    for session in (each for job in jobs_of(map(_recorded, runs)) for each in job):
+        own = [by_directory[run.log] for run in session.runs]
+        own.sort(key=lambda run: (run.started, run.directory))
+        jobs.append(Job(_key(own[0].directory), own[0].run_id, tuple(own)))
     return sorted(jobs, key=lambda job: job.runs[0].started, reverse=True)
+
+
+def _recorded(run: Run) -> RecordedRun:
+    """Convert a run for `jobs_of`, which takes the node ids from an event."""
+    return RecordedRun(
+        log=run.directory,
+        events=[{"name": _ROUND_FORMED, "joined": [*run.nodes]}],
+        run_id=run.run_id,
+        host=run.host,
+        workers=1,
+        begin=run.started,
+        end=run.last if run.finished is not None else run.last + OPEN_S,
+        offset=0.0,
+        state=run.finished,
+        is_open=None,
+    )
 
 
 def _key(directory: str) -> str:
@@ -182,19 +200,22 @@ def _read_run(log: str, before: Run | None) -> Run | None:
         file.seek(max(size - _TAIL, 0))
         tail = _records(file.read(_TAIL).split(b"\n"))
     run = before or _from_start(os.path.dirname(os.path.abspath(log)), head)
-    return None if run is None else _with_end(run, tail + _end_of(run.directory))
+    return None if run is None else _with_end(run, head, tail + _end_of(run.directory))
 
 
 def run_of(directory: str, events: Sequence[dict[str, Any]]) -> Run | None:
     """Return the run with these events; None if no start of a job is among them."""
     run = _from_start(directory, events)
-    return None if run is None else _with_end(run, events)
+    return None if run is None else _with_end(run, (), events)
 
 
-def _with_end(run: Run, tail: Sequence[dict[str, Any]]) -> Run:
+def _with_end(run: Run, head: Sequence[Record], tail: Sequence[Record]) -> Run:
     finished = next((e for e in tail if text(e, "name") == "regrow.job.finished"), {})
     times = [time for event in tail if (time := real(event, "time")) is not None]
-    return replace(run, last=max([run.last, *times]), finished=text(finished, "state"))
+    rounds = [e for e in (*head, *tail) if text(e, "name") == _ROUND_FORMED]
+    nodes = [id for e in rounds for id in (*strings(e, "joined"), *strings(e, "first_ranks"))]
+    last, state = max([run.last, *times]), text(finished, "state")
+    return replace(run, last=last, finished=state, nodes=run.nodes.union(nodes))
 
 
 def _from_start(directory: str, head: Sequence[dict[str, Any]]) -> Run | None:
