@@ -245,6 +245,68 @@ def test_a_job_runs_on_if_a_host_may_have_left_or_may_report_its_end_yet(
     assert (found.state, found.is_over) == ("running", False)
 
 
+def of_two_agents(
+    state: str, *, ended_s: float, silent_s: float, round_of_other: int = 1, **started: Any
+) -> Snapshot:
+    """Return an elastic job with a lease of 3 s and a shutdown timeout of 600 s.
+
+    Args:
+        state: how its first agent ended, in round 1.
+        ended_s: seconds since that end.
+        silent_s: seconds since the last event of its second agent, which recorded no end.
+        round_of_other: the latest round of the second agent.
+        started: further fields of the start of the job.
+    """
+    recorded = logs_of("host-lost")["host0.jsonl"][0]
+    settings = {**recorded["settings"], "shutdown_timeout": 600}
+
+    def log(rank: int, round_number: int, after_s: float, *last: dict[str, Any]) -> Source:
+        events = [
+            {**recorded, "settings": settings, **started},
+            {"name": "regrow.rendezvous.completed", "round": round_number},
+            {"name": "regrow.attempt.started", "attempt": round_number - 1, "ranks": [rank]},
+            *last,
+        ]
+        common = {"time": 1000.0, "monotonic": 1000.0, "host": f"host{rank}"}
+        events = [event | common for event in events]
+        return Source(name=f"{rank}", events=events, alive=None, now=1000.0 + after_s)
+
+    end = {"name": "regrow.job.finished", "state": state, "signal": "SIGTERM"}
+    return snapshot([log(0, 1, ended_s, end), log(1, round_of_other, silent_s)])
+
+
+FIXED = {"nnodes": 2, "settings": {}, "bounds": {}}
+
+
+@pytest.mark.parametrize("state", ["SIGNALED", "ERROR"])
+@pytest.mark.parametrize(("started", "after_s"), [(FIXED, OPEN_S), ({}, 603.0)])
+def test_a_job_is_over_if_no_node_went_on_after_the_signal_or_the_error_of_one(
+    state: str, started: dict[str, Any], after_s: float
+) -> None:
+    found = of_two_agents(state, ended_s=after_s, silent_s=after_s, **started)
+    assert (found.state, found.is_over) == (state.lower(), True)
+    assert [node.state for node in found.nodes] == [state.lower(), "unknown"]
+    assert {rank.rank: rank.state for rank in found.ranks}[1] == "unknown"
+
+
+@pytest.mark.parametrize("state", ["SIGNALED", "ERROR"])
+@pytest.mark.parametrize("fields", [{}, {"nnodes": 2}, FIXED])
+def test_a_node_in_a_later_round_went_on_after_the_signal_or_the_error_of_one(
+    state: str, fields: dict[str, Any]
+) -> None:
+    found = of_two_agents(state, ended_s=9999, silent_s=9999, round_of_other=2, **fields)
+    assert (found.state, found.is_over) == ("running", False)
+
+
+@pytest.mark.parametrize(("ended_s", "silent_s"), [(602.0, 9999.0), (9999.0, 602.0)])
+@pytest.mark.parametrize("fields", [{}, {"nnodes": 2}])
+def test_a_node_may_go_on_or_save_for_the_lease_and_the_shutdown_timeout(
+    ended_s: float, silent_s: float, fields: dict[str, Any]
+) -> None:
+    found = of_two_agents("SIGNALED", ended_s=ended_s, silent_s=silent_s, **fields)
+    assert (found.state, found.is_over) == ("running", False)
+
+
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "STOPPED", "SIGNALED", "ERROR"])
 def test_an_agent_that_recorded_its_end_was_not_killed(
     job: WrittenJob, tmp_path: Path, state: str

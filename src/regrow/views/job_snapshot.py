@@ -197,8 +197,10 @@ def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot
         of_job: their story, if the caller has it already.
     """
     of_job = of_job or story_of(sources)
-    is_job_over = of_job.state in _ENDS_ALL or of_job.asked_by is not None
-    logs = [_read(i, source, is_job_over=is_job_over) for i, source in enumerate(sources)]
+    logs = [_read(i, source) for i, source in enumerate(sources)]
+    silences = _longest_silences(of_job, logs, sources)
+    for log, source, longest_s in zip(logs, sources, silences, strict=True):
+        log.end(source, longest_s)
     number = max((log.attempt for log in logs), default=-1)
     ranks = _with_behind([rank for log in logs if log.attempt == number for rank in log.ranks])
     nodes = tuple(log.node(source) for log, source in zip(logs, sources, strict=True))
@@ -242,7 +244,11 @@ def snapshot(sources: Sequence[Source], of_job: Story | None = None) -> Snapshot
 _ENDED = frozenset({"failed", "stopped", "succeeded", "lost", "unknown"})
 _OVER = frozenset({"killed", "unknown", "succeeded", "failed", "signaled", "stopped", "error"})
 _ENDS_ALL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
-"""Ends that an agent reports when the job ends on all nodes; else it may have left alone."""
+"""Ends that an agent reports when the job ends on all nodes."""
+_ENDS_ONE = frozenset({"signaled", "error"})
+"""States of an agent that ended; it may have left alone."""
+_LEASE = "workers of a host that is cut off are killed"
+"""Name of the bound of a lease, as the job records it."""
 _TO_BLAME = ("failed", "error", "killed", "signaled", "stopped", "succeeded")
 
 
@@ -304,18 +310,26 @@ class _Log:
         """Keep an event as the latest incident."""
         self.incident, self.incident_at = incident, real(event, "time")
 
-    def end(self, source: Source, *, is_job_over: bool) -> None:
-        """Set the state of an agent whose log has no end, if it does not run any more."""
-        if self.state in _OVER:
-            return
-        silent_s = inf
-        if source.now is not None and self.last_monotonic is not None:
-            silent_s = source.now - self.last_monotonic
-        if source.alive is False:
+    def silent_s(self, source: Source) -> float:
+        """Return the seconds since the last event; infinity if the present is unknown."""
+        if source.now is None or self.last_monotonic is None:
+            return inf
+        return source.now - self.last_monotonic
+
+    def end(self, source: Source, longest_s: float | None) -> None:
+        """Complete the states of the agent, whose log may have no end, and of its ranks.
+
+        Args:
+            source: the log.
+            longest_s: seconds without an event after which the agent runs no more; None: unlimited.
+        """
+        is_silent = longest_s is not None and self.silent_s(source) >= longest_s
+        if self.state not in _OVER and source.alive is False:
             self.state = "killed"
-        # The agents of a job report its end one after the other.
-        elif source.alive is None and is_job_over and silent_s >= OPEN_S:
+        elif self.state not in _OVER and source.alive is None and is_silent:
             self.state = "unknown"
+        runs = self.state not in _OVER
+        self.ranks = [_with_steps(rank, source, runs=runs) for rank in self.ranks]
 
     def node(self, source: Source) -> Node:
         return Node(
@@ -334,7 +348,7 @@ class _Log:
         )
 
 
-def _read(index: int, source: Source, *, is_job_over: bool) -> _Log:
+def _read(index: int, source: Source) -> _Log:
     log = _Log(index)
     log.last_start = _last(source.events, "regrow.attempt.started")
     log.last_accounts = _last(source.events, "regrow.worker.accounts")
@@ -343,9 +357,6 @@ def _read(index: int, source: Source, *, is_job_over: bool) -> _Log:
         log.last_monotonic = real(event, "monotonic") or log.last_monotonic
         log.round = max(log.round, integer(event, "round") or -1)
         _apply(log, text(event, "name") or "", event)
-    log.end(source, is_job_over=is_job_over)
-    runs = log.state not in _OVER
-    log.ranks = [_with_steps(rank, source, runs=runs) for rank in log.ranks]
     return log
 
 
@@ -535,6 +546,35 @@ def _numbers(value: object) -> list[int]:
 
 
 # --- the whole job
+
+
+def _longest_silences(
+    of_job: Story, logs: Sequence[_Log], sources: Sequence[Source]
+) -> list[float | None]:
+    """Return after how many seconds without an event each agent runs no more; None: unlimited.
+
+    The agents of a job report its end one after the other. After a signal or an error of one agent
+    the others may go on in a later round. They stop their workers before that round.
+    """
+    if of_job.state in _ENDS_ALL or of_job.asked_by is not None:
+        return [OPEN_S] * len(logs)
+    ended = [i for i, log in enumerate(logs) if log.state in _ENDS_ONE]
+    last_round = max((logs[i].round for i in ended), default=-1)
+    longest_s = _stop_s(sources[ended[0]]) if ended else None
+    if longest_s is None or min(logs[i].silent_s(sources[i]) for i in ended) < longest_s:
+        return [None] * len(logs)
+    return [longest_s if log.round <= last_round else None for log in logs]
+
+
+def _stop_s(source: Source) -> float | None:
+    """Return the most seconds in which all nodes stop after the end of one; None: unknown."""
+    started = next((e for e in source.events if text(e, "name") == "regrow.job.started"), {})
+    lease = real(mapping(started.get("bounds")), _LEASE)
+    grace = real(mapping(started.get("settings")), "shutdown_timeout")
+    is_fixed = integer(started, "nnodes") is not None
+    if not is_fixed and (lease is None or grace is None):
+        return None
+    return max(OPEN_S, (lease or 0.0) + (grace or 0.0))
 
 
 def _state(of_job: Story, nodes: Sequence[Node]) -> str:
