@@ -133,7 +133,7 @@ def test_a_command_for_several_hosts_makes_one_job_of_them(command: str, tmp_pat
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "shared" / "rendezvous").mkdir(parents=True)
     most = int(re.search(r"--nnodes (?:\d+:)?(\d+)", command)[1])  # type: ignore[index]
-    command = command.replace("per-node 8", "per-node 1").replace("/shared/", "shared/")
+    command = command.replace("per-node 8", "per-node 1").replace("/shared/", f"{tmp_path}/shared/")
     assert typed("regrow token ~/job.token", tmp_path) == Ended(0, "")
     certificate = self_signed(tmp_path, "IP:127.0.0.1")
     for name, path in {
@@ -145,7 +145,8 @@ def test_a_command_for_several_hosts_makes_one_job_of_them(command: str, tmp_pat
         shutil.copy(path, tmp_path / name)
         (tmp_path / name).chmod(0o600)
     with PortReservation() as reserved, ThreadPoolExecutor(most) as agents:
-        line = command.replace("node0:29400", f"127.0.0.1:{reserved.port}")
+        place = f"127.0.0.1:{reserved.port}"
+        line = re.sub(r"node0(?::29400)?(?:,node\d)*(?= )", place, command, count=1)
         if "--rdzv-backend etcd" in line:
             require_etcd()
             with etcd() as cluster:
