@@ -863,7 +863,11 @@ def test_the_seconds_of_redone_steps_are_those_of_the_accounts(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["sigstop-heartbeat", "hang-timer", "host-lost", "sigkill", "in-process", "replaced"]
+    "name",
+    [
+        *("sigstop-heartbeat", "hang-timer", "host-lost", "sigkill", "in-process", "replaced"),
+        "rendezvous-lost",
+    ],
 )
 def test_the_total_of_the_story_is_the_time_of_the_page(name: str) -> None:
     logs = recorded(name)

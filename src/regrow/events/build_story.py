@@ -333,7 +333,11 @@ class _StoryBuilder:
             what = one_line(reason)
         else:
             what, clock = evidence.describe_failure(root), text(root, "host")
-            if (given_up := self.given_up.get(number)) is not None:
+            if self._is_cut_off(number, root):
+                cause = "node"
+                what = "was killed by its guardian, because the lease of its host was over: "
+                what += evidence.without_answer(clock)
+            elif (given_up := self.given_up.get(number)) is not None:
                 gave_up = evidence.gave_up(self._said_to_give_up(number) or root)
                 root = self._first_fault(attempt.named[_FAILED], root, given_up)
                 what, cause = f"{given_up.did}; the wrapper gave up", given_up.cause
@@ -370,6 +374,7 @@ class _StoryBuilder:
             lost_nodes=lost,
             is_host_lost=is_host_lost,
             silent_s=self._silent_s(number, root, timer, over if is_host_lost else None, what),
+            searched_s=self._searched_s(number, host, failed) if cause == "node" else None,
             **self._cost(number, clock, failed),
         )
 
@@ -387,17 +392,19 @@ class _StoryBuilder:
         """
         attempt = self.attempts.get(number)
         steps = [s for s in attempt.steps if s.last_monotonic is not None] if attempt else []
+        known = self._last("regrow.job.started").get("bounds")
+        bounds = known if isinstance(known, Mapping) else {}
         if over is not None:
-            bounds = self._last("regrow.job.started").get("bounds")
-            at, bound = real(over, "monotonic"), None
-            if isinstance(bounds, Mapping):
-                bound = real(bounds, silences.SILENT_HOST)
+            at, bound = real(over, "monotonic"), real(bounds, silences.SILENT_HOST)
             if at is None or over.get("lost") is False:
                 return 0.0  # it left with notice
             return silences.of_words(what, at, [s.last_monotonic or 0.0 for s in steps], bound)
         at, told = real(root, "failed_monotonic"), real(root, "told_monotonic")
         if told is not None and silences.without_heartbeat_s(what) is not None:
             return silences.of_words(what, told, [s.last_monotonic or 0.0 for s in steps])
+        if at is not None and timer is None and self._is_cut_off(number, root):
+            of_host = [s.last_monotonic for s in steps if s.host == text(root, "host")]
+            return silences.of_worker(real(bounds, silences.LEASE), at, of_host)
         if timer is None or at is None:
             return 0.0
         own = [s.last_monotonic for s in steps if s.rank == integer(root, "rank")]
@@ -406,7 +413,17 @@ class _StoryBuilder:
             for event in self.by_attempt[_VACATED, number]
             if _same_worker(event, root) and isinstance(account := event.get("account"), Mapping)
         ]
-        return silences.of_worker(timer, at, [*own, self._suspended_at(root, at)])
+        return silences.of_worker(timer.after_s, at, [*own, self._suspended_at(root, at)])
+
+    def _is_cut_off(self, number: int, failed: Record) -> bool:
+        """Return whether the guardian killed a worker, because the lease of its host was over."""
+        hosts = [text(event, "host") for event in self.by_attempt[_LEASE_OVER, number]]
+        return evidence.signal_name(failed) == "SIGKILL" and text(failed, "host") in hosts
+
+    def _searched_s(self, number: int, host: str | None, failed: float | None) -> float | None:
+        """Return how long a host whose lease was over searched for the others, and found none."""
+        lost = (e for e in self.by_attempt[_NO_RENDEZVOUS, number] if text(e, "host") == host)
+        return since(real(next(lost, {}), "monotonic"), failed)
 
     def _suspended_at(self, failed: Record, until: float) -> float | None:
         """Return since when a failed process had been suspended by a signal; None: it was not."""
@@ -552,7 +569,13 @@ _STALLED, _IN_PROCESS = "regrow.heartbeat.stalled", "regrow.inprocess.restarted"
 _ACCOUNTS = "regrow.worker.accounts"
 _SUSPENDED, _RESUMED = "regrow.worker.suspended", "regrow.worker.resumed"
 _COMPARED, _VACATED = "regrow.timer.compared", "regrow.worker.vacated"
-_INDEXED = frozenset({_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED, _IN_PROCESS, _VACATED})
+_LEASE_OVER, _NO_RENDEZVOUS = "regrow.lease.over", "regrow.rendezvous.lost"
+_INDEXED = frozenset(
+    {
+        *(_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED, _IN_PROCESS, _VACATED),
+        *(_LEASE_OVER, _NO_RENDEZVOUS),
+    }
+)
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"

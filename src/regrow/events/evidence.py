@@ -272,6 +272,11 @@ def to_blame(over: Record, lost: tuple[LostNode, ...], hosts: Hosts) -> LostNode
     return LostNode(id, hosts.name(id), named.rank if named else None, why)
 
 
+def without_answer(host: str | None) -> str:
+    """Describe a host whose lease was over, so that its guardian killed its workers."""
+    return f"host {host} got no answer from the rendezvous"
+
+
 def describe_node(node: LostNode) -> str:
     """Describe a node and what happened to it, in one line."""
     rank = "" if node.rank is None else f" (node rank {node.rank})"

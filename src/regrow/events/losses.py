@@ -2,7 +2,7 @@
 
 A restart loses the time from the failure to the begin of the next step. If the next failure comes
 earlier, the loss ends there, so no second counts twice. Steps that were made again are lost in
-addition.
+addition. If a host lost the rendezvous and found no other host, the loss ends with its agent.
 """
 
 from __future__ import annotations
@@ -41,21 +41,25 @@ def losses(
     in_process = sum(each.phases[-1][1] for each in in_place if each.phases)
     if not timed and not in_process:
         return None
-    detecting, pausing, starting = sum(each.silent_s for each in in_place), 0.0, 0.0
+    detecting, pausing = sum(each.silent_s for each in in_place), 0.0
+    starting = searching = 0.0
     for (at, length, each), after in zip_longest(timed, timed[1:]):
         end = after[0] if after is not None else None
         left = length if end is None else min(length, end - at)
         detected = each.detected_after_s if isinstance(each, Failure) else None
         detecting += (first := min(_silent(each) + (detected or 0.0), left))
         pausing += (pause := min(each.backoff_s or 0.0, left - first))
-        starting += left - first - pause
+        if isinstance(each, Failure) and each.searched_s is not None:
+            searching += left - first - pause
+        else:
+            starting += left - first - pause
     known_steps = reports_steps or not timed
     redoing = None
     if known_steps:
         redoing = sum(each.work_lost_s or 0.0 for _, _, each in timed)
         redoing = redoing if redone_s is None else redone_s
-    total = detecting + pausing + starting + (redoing or 0.0) + in_process
-    return Losses(total, detecting, pausing, starting, redoing, in_process)
+    total = detecting + pausing + starting + (redoing or 0.0) + in_process + searching
+    return Losses(total, detecting, pausing, starting, redoing, in_process, searching)
 
 
 def _silent(restart: Restart) -> float:
@@ -63,5 +67,10 @@ def _silent(restart: Restart) -> float:
 
 
 def _length(restart: Restart) -> float | None:
-    """Return the seconds until training continued, or until the workers ran; None if unknown."""
+    """Return the seconds until training continued, or until the workers ran; None if unknown.
+
+    If the agent searched for the other hosts and found none: the seconds until it ended.
+    """
+    if isinstance(restart, Failure) and restart.searched_s is not None:
+        return restart.searched_s
     return restart.restarted_after_s if restart.startup_s is None else restart.startup_s

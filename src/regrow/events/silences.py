@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from regrow.events.story_types import Expiry
-
 SILENT_HOST = "a silent host counts as lost"
-"""Name of that time limit among those that a job records."""
+LEASE = "workers of a host that is cut off are killed"
+"""Names of these time limits among those that a job records."""
 _NO_HEARTBEAT = re.compile(
     r"\bno heartbeat (?:arrived )?for (\d{1,9}(?:\.\d{1,9})?) s"
     r"|\btimer .{1,130} of (\d{1,9}(?:\.\d{1,9})?) s was exceeded"
@@ -35,13 +34,13 @@ def of_words(what: str, at: float, steps: Iterable[float], bound: float | None =
     return at - max((step for step in steps if at - longest <= step <= at), default=at - known)
 
 
-def of_worker(timer: Expiry, at: float, signs: Iterable[float | None]) -> float:
-    """Return the seconds before a timer or a heartbeat expired without a sign of life.
+def of_worker(limit_s: float | None, at: float, signs: Iterable[float | None]) -> float:
+    """Return the seconds before a timer, a heartbeat or a lease expired without a sign of life.
 
     Args:
-        timer: the timer.
+        limit_s: seconds after which it expires.
         at: when it expired.
-        signs: times of the last step, and of the signal that suspended the worker.
+        signs: times of the last steps, and of the signal that suspended the worker.
     """
-    begun = at - (timer.after_s or 0.0)
+    begun = at - (limit_s or 0.0)
     return at - max([begun, *(sign for sign in signs if sign is not None and sign <= at)])

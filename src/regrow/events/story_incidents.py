@@ -160,6 +160,8 @@ def _restart_row(story: Story, failure: Failure) -> Row:
         value, note = "the rendezvous is closed", clean(story.closed)
     elif story.state != "FAILED" or story.restarts_left:
         value = "the job ended here"
+        if failure.searched_s is not None:
+            note = f"its agent searched for the other hosts for {duration(failure.searched_s)}"
     elif story.max_restarts == 0:
         value = "no restarts allowed (--max-restarts=0)"
     elif story.max_restarts is not None:

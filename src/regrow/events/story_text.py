@@ -82,7 +82,8 @@ def after_report(story: Story, rank: int, pid: int) -> Story:
     if not story.failures:
         return story
     *earlier, last = story.failures
-    if (last.rank, last.pid) != (rank, pid) or last.timer is not None:
+    is_known_better = last.timer is not None or last.cause == "node"
+    if (last.rank, last.pid) != (rank, pid) or is_known_better:
         return story
     how = describe_failure({"exit_code": last.exit_code, "signal": last.signal})
     if last.cause == "exception" and last.signal:  # the agent stopped it after its exception
@@ -110,6 +111,7 @@ def _lost(losses: Losses, of: float | None) -> str:
         ("detecting", losses.detecting_s),
         ("pausing before restarts", losses.pausing_s),
         ("starting", losses.starting_s),
+        ("searching for the other hosts", losses.searching_s),
         ("restarting in process", losses.in_process_s),
         ("redoing steps", losses.redoing_s),
     ]

@@ -297,7 +297,10 @@ class Failure(RestartCost):
     """The host from whose notification the seconds count, if the failure happened elsewhere."""
     silent_s: float = 0.0
     """Seconds before `at_s` without a sign of life of the worker that hung, or without a step since
-    a host was lost."""
+    a host or the rendezvous was lost."""
+    searched_s: float | None = None
+    """Seconds in which the agent of a host whose lease was over searched for the other hosts,
+    before it ended."""
     noticed_late: bool = False
     """The guardian was suspended when the worker failed.
 
@@ -377,6 +380,8 @@ class Losses:
     report steps."""
     in_process_s: float
     """In-process restarts, from the fault until the function is called again."""
+    searching_s: float = 0.0
+    """Search of a host whose lease was over for the other hosts, if it found none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +448,7 @@ class Story:
     in_place: tuple[InProcessRestart, ...] = ()
     """The in-process restarts, in order, without those of which a wrapper gave up."""
     losses: Losses | None = None
-    """Seconds lost by restarts; None if there was no restart."""
+    """Seconds lost by restarts, or by the loss of the rendezvous; None if there was none."""
     addresses: tuple[tuple[str, str], ...] = ()
     """Names and addresses of the hosts that are named in the story and have one address."""
     helpers: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from regrow.events.evidence import Record, integer, real, text
 from regrow.explain import long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase, Refusal
 from regrow.explain.findings import DECIDING, begin_of, last_event_of, lease_over
-from regrow.explain.peers import last_step_of, last_steps, what_peers_did, what_ranks_did
+from regrow.explain.peers import last_step_of, what_peers_did, what_ranks_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, many_ranks, relative, seconds
 
@@ -38,10 +38,6 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
     at = min([ended, *(at for at in (real(stopping, "monotonic"), asked) if at is not None)])
     if lost is not None and lost.at_s is not None:
         at = begin_of(scene, lost) or 0.0
-        if at >= lost.at_s:
-            steps = [step for step in last_steps(scene, lost.attempt) if step < lost.at_s]
-            lease = real(scene.bounds, long_settings.LEASE) or 0.0
-            at = max(lost.at_s - lease, 0.0, *steps)
     timeline = tuple(_timeline(scene, attempt, at, ended, None if lost is None else lost.at_s))
     spent = scene.lost_time(attempt or 0, None, at, unfinished=False)
     code = story.exit_code

@@ -15,6 +15,7 @@ from regrow.events.evidence import (
     short_scope,
     stopped_with,
     text,
+    without_answer,
 )
 from regrow.events.silences import without_heartbeat_s
 from regrow.explain.explanation import Fact
@@ -138,7 +139,7 @@ def _message(scene: Scene, event: Record, failure: Failure) -> Iterator[Fact]:
         yield Fact("traceback", "", shown)
     elif not (text(event, "message") or "<N/A>").startswith(("<N/A>", "Signal ", "exit")):
         yield Fact("message", one_line(text(event, "message") or ""))
-    elif ended_by_lease(scene, failure):
+    elif failure.cause == "node":
         yield from lease_over(scene, failure.attempt)
     elif failure.signal in FROM_OUTSIDE:
         yield Fact("sent by", FROM_OUTSIDE[failure.signal])
@@ -219,20 +220,13 @@ def last_event_of(own: Sequence[Record], at: float | None, what: str) -> Iterato
         yield Fact("last event", f"in the log of host {text(own[0], 'host')}: {when}{ends}")
 
 
-def ended_by_lease(scene: Scene, failure: Failure) -> bool:
-    """Return whether the guardian killed a worker because the lease of its host had ended."""
-    hosts = {text(event, "host") for event in scene.named("lease.over", failure.attempt)}
-    return failure.signal == "SIGKILL" and failure.host in hosts
-
-
 def lease_over(scene: Scene, attempt: int) -> Iterator[Fact]:
     """Yield on which hosts the guardian killed the workers, because their lease had ended."""
     for event in scene.named("lease.over", attempt):
         host, workers = text(event, "host"), integer(event, "workers")
         ranks = scene.ranks_of(agent_of(event), attempt)
         killed = many_ranks(ranks) if len(ranks) == workers else count(workers, "worker")
-        what = f"host {host} got no answer from the rendezvous, and its guardian killed {killed}"
-        yield Fact("lease over", what)
+        yield Fact("lease over", f"{without_answer(host)}, and its guardian killed {killed}")
 
 
 def _same_before(scene: Scene, failure: Failure) -> str:

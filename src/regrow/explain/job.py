@@ -9,7 +9,6 @@ from regrow.events.evidence import Record
 from regrow.explain.endings import explain_end, explain_server_end
 from regrow.explain.explanation import Explanation
 from regrow.explain.failures import explain_change, explain_failure
-from regrow.explain.findings import ended_by_lease
 from regrow.explain.in_process import explain_in_process
 from regrow.explain.replacements import explain_cut_short
 from regrow.explain.scene import Scene, scenes_of
@@ -70,8 +69,7 @@ def _explained(scene: Scene) -> list[Explanation]:
     story = scene.story
     failures, lost = story.failures, None
     last = failures[-1] if failures and story.state == "ERROR" else None
-    is_cut_off = last is not None and (last.is_host_lost or ended_by_lease(scene, last))
-    if last is not None and is_cut_off and last.restarted_attempt is None:
+    if last is not None and last.cause == "node" and last.restarted_attempt is None:
         failures, lost = failures[:-1], last  # the error is what became of this loss
     found = [
         *(explain_failure(scene, failure, n) for n, failure in enumerate(failures, 1)),

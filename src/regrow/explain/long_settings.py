@@ -11,7 +11,7 @@ from typing import Any
 
 from regrow.events import Expiry, Failure, InProcessRestart, PlannedRestart
 from regrow.events.evidence import real, short_scope
-from regrow.events.silences import SILENT_HOST, without_heartbeat_s
+from regrow.events.silences import LEASE, SILENT_HOST, without_heartbeat_s
 from regrow.explain.explanation import Held, Phase
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, seconds
@@ -26,8 +26,6 @@ RECONNECT_S = 10.0
 """Default of reconnect_timeout of `--rdzv-conf`, in seconds."""
 TO_END_S = 1.0
 """Longest time of an agent from that limit to its end, in seconds."""
-LEASE = "workers of a host that is cut off are killed"
-"""Name of the bound of a lease, as the job records it."""
 _SHOWN_S = 0.0005
 _DEFAULT = "the default"
 _SHUTDOWN = "--shutdown-timeout"

@@ -53,11 +53,6 @@ def phase_of(scene: Scene, attempt: int, rank: int | None) -> str:
     return "" if mark is None else mark.phase
 
 
-def last_steps(scene: Scene, attempt: int) -> list[float]:
-    """Return the times of the last steps of all ranks."""
-    return [mark.at for mark in _marks(scene, attempt).values() if mark.at is not None]
-
-
 def what_peers_did(scene: Scene, failure: Failure, begin: float | None) -> tuple[str, ...]:
     """Return one line for each group of ranks that did the same.
 
