@@ -35,6 +35,21 @@ def test_the_search_for_other_hosts_after_the_lease_is_lost_time() -> None:
     assert total == ("  4.3 s of 5.0 s lost: detecting 2.3 s, searching for the other hosts 2.0 s")
 
 
+def test_a_replacement_whose_attempt_failed_too_is_in_the_story_with_its_seconds() -> None:
+    first, cut, after, replaced, *_, total = lines("replaced-and-fails-again")
+    assert first.endswith("SUCCEEDED after 2.3 s with 1 restart and 1 in-process restart")
+    assert cut == (
+        "  in-process restart (iteration 1): rank 1 on host node0 (pid 13458) was killed by SIGKILL"
+    )
+    assert after == "    cut short after  46 ms"
+    assert replaced == (
+        "    replaced         rank 1: pid 13458 ended by SIGKILL after step 36; pid 13533 started "
+        "by a cold start 6.8 ms later; 1 restart left"
+    )
+    assert total.startswith("  516 ms of 2.3 s lost: ")
+    assert "restarting in process 46 ms" in total
+
+
 def test_the_story_below_a_report_keeps_the_lease_that_the_report_does_not_name() -> None:
     of_job = recorded("rendezvous-lost")
     assert after_report(of_job, 1, 24) == of_job

@@ -26,7 +26,7 @@ from regrow.events.evidence import (
     strings,
     text,
 )
-from regrow.events.in_process import NEAR_S, in_process_restarts
+from regrow.events.in_process import NEAR_S, cut_short, in_process_restarts
 from regrow.events.losses import losses
 from regrow.events.story_types import (
     Expiry,
@@ -110,7 +110,9 @@ class _StoryBuilder:
         failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
         told = [self.given_up[f.attempt] for f in failures if f.gave_up is not None]
         in_place = tuple(restart for restart in in_place if restart not in told)
-        failed = {failure.attempt for failure in failures}
+        failed: dict[int | None, float | None] = {f.attempt: f.at_s for f in failures}
+        unfinished = tuple(map(self._with_silence, cut_short(self._sorted, failed)))
+        shown = {e for f in failures for e in f.hung_too} | {r.timer for r in unfinished}
         moves = tuple(
             self._planned_restart(n)
             for n in starts[:-1]
@@ -142,16 +144,15 @@ class _StoryBuilder:
             failures=failures,
             moves=moves,
             suspensions=self._suspensions(),
-            expiries=tuple(
-                e for e in self.unexplained_timers if all(e not in f.hung_too for f in failures)
-            ),
+            expiries=tuple(e for e in self.unexplained_timers if e not in shown),
             in_place=in_place,
+            cut_short=unfinished,
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             servers=_servers(self._sorted(_SERVERS)),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
             losses=losses(
                 [*failures, *moves],
-                in_place,
+                [*in_place, *unfinished],
                 reports_steps=bool(self.with_steps),
                 redone_s=self._redone_s(),
             ),

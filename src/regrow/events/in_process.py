@@ -117,9 +117,7 @@ def replacement(event: Record, vacated: _Index) -> Replacement:
         event: the start of the new process.
         vacated: the ends of workers, by attempt, rank and incarnation.
     """
-    before = (integer(event, "incarnation") or 1) - 1
-    same = vacated.get((*_values(_RANK, event), before), ())
-    ended = next((each for each in same if each.get("host") == event.get("host")), {})
+    ended = _end_before(event, vacated)
     return Replacement(
         rank=integer(event, "rank") or 0,
         pid=integer(event, "pid"),
@@ -131,6 +129,64 @@ def replacement(event: Record, vacated: _Index) -> Replacement:
         restarts_left=integer(event, "restarts_left"),
         origin=one_line(origin) if (origin := text(event, "origin")) else None,
     )
+
+
+def _end_before(replaced: Record, vacated: _Index) -> Record:
+    """Return the end of the process that another one replaced; empty if it is not recorded."""
+    before = (integer(replaced, "incarnation") or 1) - 1
+    same = vacated.get((*_values(_RANK, replaced), before), ())
+    return next((each for each in same if each.get("host") == replaced.get("host")), {})
+
+
+def cut_short(
+    named: Named, failed: Mapping[int | None, float | None]
+) -> tuple[InProcessRestart, ...]:
+    """Return the restarts whose attempt failed before the new process had joined the other ranks.
+
+    Args:
+        named: returns the events with a name, in order of time.
+        failed: when each attempt failed, by its number.
+    """
+    vacated = by_fields(_PROCESS, named(_VACATED))
+    expired = by_fields(TIMER_OF, named("regrow.timer.expired"))
+    joined: dict[tuple[int | None, int], float] = {}  # time of the last restart, by new process
+    iterations: dict[int | None, int] = {}  # number of the last function call, by attempt
+    for event in named(_IN_PROCESS):
+        attempt = integer(event, "attempt")
+        iterations[attempt] = integer(event, "iteration") or 0
+        for rank in integers(event, "replaced"):
+            joined[attempt, rank] = real(event, "monotonic") or 0.0
+    found = []
+    for event in named(_REPLACED):
+        new, ended = replacement(event, vacated), _end_before(event, vacated)
+        number = integer(event, "attempt")
+        begin, over = real(ended, "ended_monotonic"), failed.get(number)
+        waits = (real(event, "monotonic") or 0.0) > joined.get((number, new.rank), -1.0)
+        # Not all restarts are in the logs of each host, but this one ended after the restart began.
+        if waits and begin is not None and over is not None and begin <= over < begin + NEAR_S:
+            timer = timer_of(ended, expired)
+            cause, did = _cause_and_predicate("TERMINATED", None, ended, timer)
+            found.append(
+                InProcessRestart(
+                    attempt=number or 0,
+                    iteration=iterations.get(number, 0) + 1,
+                    world_size=None,
+                    rank=new.rank,
+                    what=did,
+                    cause=cause,
+                    did=did,
+                    host=text(ended, "host"),
+                    pid=integer(ended, "pid"),
+                    exit_code=integer(ended, "exitcode"),
+                    lost=(),
+                    lost_count=0,
+                    phases=(("cut short", over - begin),),
+                    replaced=(new,),
+                    at_s=begin,
+                    timer=expiry(timer) if timer else None,
+                )
+            )
+    return tuple(found)
 
 
 def _sent_state(event: Record) -> SentState:

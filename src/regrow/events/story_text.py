@@ -52,7 +52,7 @@ def render(story: Story, width: int, *, is_running: bool = False) -> str:
         is_running: whether the job is known to run.
     """
     failures = [failed(story, number, f) for number, f in enumerate(story.failures, 1)]
-    restarts = [in_process_restart(restart) for restart in story.in_place]
+    restarts = [in_process_restart(each) for each in (*story.in_place, *story.cut_short)]
     incidents = [
         *_ends_of(failures, "failures"),
         *(planned_restart(story, move) for move in story.moves),
@@ -194,7 +194,7 @@ def _outcome(story: Story, *, is_running: bool) -> str:
         count(number, noun)
         for number, noun in (
             (max(story.restarts - changes, 0), "restart"),
-            (len(story.in_place), "in-process restart"),
+            (len(story.in_place) + len(story.cut_short), "in-process restart"),
             (changes, "membership change"),
         )
         if number

@@ -447,6 +447,8 @@ class Story:
     """The ends of store server processes, in order."""
     in_place: tuple[InProcessRestart, ...] = ()
     """The in-process restarts, in order, without those of which a wrapper gave up."""
+    cut_short: tuple[InProcessRestart, ...] = ()
+    """In-process restarts whose attempt failed before the new process had joined the others."""
     losses: Losses | None = None
     """Seconds lost by restarts, or by the loss of the rendezvous; None if there was none."""
     addresses: tuple[tuple[str, str], ...] = ()

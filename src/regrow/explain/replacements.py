@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from regrow._accounts import PENDING
-from regrow.events import Expiry, Replacement
+from regrow.events import Expiry, InProcessRestart, Replacement
 from regrow.events.evidence import (
     Record,
-    cause_of,
-    describe_failure,
-    expiry,
     integer,
-    integers,
     real,
     signal_name,
     text,
 )
-from regrow.events.in_process import NEAR_S, TIMER_OF, by_fields, replacement, timer_of
 from regrow.explain import ladder
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.findings import ended_for, what_hung_did
@@ -32,35 +27,19 @@ def explain_cut_short(scene: Scene) -> Iterator[Explanation]:
 
     Its attempt ended while the other ranks waited for the new process, so no restart followed.
     """
-    taken: dict[tuple[int | None, int], float] = {}  # the last restart with a new process
-    for event in scene.named("inprocess.restarted"):
-        for replaced in integers(event, "replaced"):
-            taken[integer(event, "attempt"), replaced] = real(event, "monotonic") or 0.0
-    failed = {failure.attempt: failure.at_s for failure in scene.story.failures}
-    vacated: dict[tuple[int | None, ...], list[Record]] = {
-        (integer(event, "attempt"), integer(event, "rank"), integer(event, "incarnation")): [event]
-        for event in scene.named("worker.vacated")
-    }
-    for event in scene.named("worker.replaced"):
-        attempt, rank = integer(event, "attempt"), integer(event, "rank")
-        before = (integer(event, "incarnation") or 0) - 1
-        if attempt is None or rank is None or (attempt, rank, before) not in vacated:
-            continue
-        (ended,) = vacated[attempt, rank, before]
-        begin, over = real(ended, "ended_monotonic"), failed.get(attempt)
-        waits = (real(event, "monotonic") or 0.0) > taken.get((attempt, rank), -1.0)
-        # Not all restarts are in the logs of each host, but this one ended after the restart began.
-        if waits and begin is not None and over is not None and begin <= over < begin + NEAR_S:
-            yield _cut_short(scene, attempt, replacement(event, vacated), ended, begin, over)
+    for restart in scene.story.cut_short:
+        ends = (
+            event
+            for event in scene.named("worker.vacated", restart.attempt)
+            if integer(event, "rank") == restart.rank and integer(event, "pid") == restart.pid
+        )
+        yield _cut_short(scene, restart, next(ends, {}))
 
 
-def _cut_short(
-    scene: Scene, attempt: int, new: Replacement, ended: Record, begin: float, over: float
-) -> Explanation:
-    host, pid, end = text(ended, "host"), integer(ended, "pid"), _as_a_failure(ended)
-    expired = timer_of(ended, by_fields(TIMER_OF, scene.named("timer.expired", attempt)))
-    timer = expiry(expired) if expired else None
-    did = describe_failure(end) if timer is None else what_hung_did(scene, timer)
+def _cut_short(scene: Scene, restart: InProcessRestart, ended: Record) -> Explanation:
+    attempt, begin, timer = restart.attempt, restart.at_s or 0.0, restart.timer
+    (new,), ((_, waited),) = restart.replaced, restart.phases
+    did = restart.did if timer is None else what_hung_did(scene, timer)
     size = scene.world_size(attempt)
     step, log_file = integer(ended, "last_step"), scene.log_file(new.rank, attempt)
     facts = [*facts_of_end(ended, timer)]
@@ -70,25 +49,25 @@ def _cut_short(
     rest = "" if left is None else f"; {left or 'none'} left"
     return Explanation(
         attempt=attempt,
-        title=f"{worker(new.rank, host, pid)} {did}",
-        cause=cause_of(end, timer),
+        title=f"{worker(new.rank, restart.host, restart.pid)} {did}",
+        cause=restart.cause,
         rung=None,
         outcome="rung 2 (one new process) was tried, but the attempt failed before the new"
         " process had joined the other ranks: see the next failure",
         rank=new.rank,
-        host=host,
-        pid=pid,
+        host=restart.host,
+        pid=restart.pid,
         at_s=begin,
         injected=text(ended, "injected"),
         evidence=tuple(facts),
         action=(how_replaced(new), f"it spent 1 restart of --max-restarts{rest}"),
         refusals=(ladder.process_ended(new.rank),),
-        timeline=(Phase("barrier", 0.0, over - begin, WAITED),),
+        timeline=(Phase("barrier", 0.0, waited, WAITED),),
         cost=Cost(
-            seconds=over - begin,
+            seconds=waited,
             steps=0,
             redone_s=0.0,
-            worker_seconds=None if size is None else (over - begin) * size,
+            worker_seconds=None if size is None else waited * size,
             workers=size,
             all_workers=size,
             restarts=1,
@@ -113,7 +92,7 @@ def facts_of_end(ended: Record, timer: Expiry | None) -> Iterator[Fact]:
         ended: the event of its end.
         timer: the timer that made regrow end it.
     """
-    name = signal_name(_as_a_failure(ended))
+    name = signal_name({"exit_code": integer(ended, "exitcode")})
     if timer is not None:
         yield Fact("where it was", timer.stood)
         yield ended_for(timer, name or "a signal")
@@ -123,10 +102,6 @@ def facts_of_end(ended: Record, timer: Expiry | None) -> Iterator[Fact]:
     yield Fact("exit", f"killed by {name}" if name else f"exit code {integer(ended, 'exitcode')}")
     if name in FROM_OUTSIDE:
         yield Fact("sent by", FROM_OUTSIDE[name])
-
-
-def _as_a_failure(ended: Record) -> Record:
-    return {"exit_code": integer(ended, "exitcode")}
 
 
 _SOURCES = {
