@@ -50,6 +50,19 @@ def test_a_replacement_whose_attempt_failed_too_is_in_the_story_with_its_seconds
     assert "restarting in process 46 ms" in total
 
 
+def test_a_host_that_leaves_with_notice_is_a_change_without_a_number() -> None:
+    found = lines("host-preempted")
+    assert (
+        "  change (attempt 0): host node3 (10.71.0.3, node rank 2): its agent got SIGTERM" in found
+    )
+    assert not any("failure" in line for line in found)
+    assert recorded("host-preempted").membership_changes == 1
+
+
+def test_a_lost_host_is_a_numbered_failure() -> None:
+    assert any(line.startswith("  failure 1 (attempt 0): host ") for line in lines("host-lost"))
+
+
 def test_the_story_below_a_report_keeps_the_lease_that_the_report_does_not_name() -> None:
     of_job = recorded("rendezvous-lost")
     assert after_report(of_job, 1, 24) == of_job

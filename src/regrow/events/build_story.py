@@ -374,6 +374,7 @@ class _StoryBuilder:
             compared=evidence.compared(self.by_attempt[_COMPARED, number]),
             lost_nodes=lost,
             is_host_lost=is_host_lost,
+            has_left=is_host_lost and self._has_left(attempt, what),
             silent_s=self._silent_s(number, root, timer, over if is_host_lost else None, what),
             searched_s=self._searched_s(number, host, failed) if cause == "node" else None,
             **self._cost(number, clock, failed),
@@ -415,6 +416,13 @@ class _StoryBuilder:
             if _same_worker(event, root) and isinstance(account := event.get("account"), Mapping)
         ]
         return silences.of_worker(timer.after_s, at, [*own, self._suspended_at(root, at)])
+
+    @staticmethod
+    def _has_left(attempt: _Attempt, what: str) -> bool:
+        """Return whether the lost host that `what` describes left with notice."""
+        overs = (*attempt.named[_ROUND_JUDGED], *attempt.named[_ROUND_ENDED])
+        reasons = [text(e, "why") or "?" for e in overs if e.get("lost") is False]
+        return any(one_line(why) in what for why in reasons)
 
     def _is_cut_off(self, number: int, failed: Record) -> bool:
         """Return whether the guardian killed a worker, because the lease of its host was over."""

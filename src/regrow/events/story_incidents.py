@@ -51,8 +51,8 @@ def server_end(end: ServerEnd) -> Line:
     return end.at_s, f"{what}; another one took over after {duration(end.restarted_after_s)}"
 
 
-def failed(story: Story, number: int, failure: Failure) -> Block:
-    """Describe a failure and its cost; `number` counts the failures from 1."""
+def failed(story: Story, number: int | None, failure: Failure) -> Block:
+    """Describe a failure and its cost; a host that left with notice has no number."""
     who = _worker(failure.rank, failure.host, failure.pid)
     if failure.is_host_lost:
         who = ""
@@ -67,7 +67,8 @@ def failed(story: Story, number: int, failure: Failure) -> Block:
         hang = _hang_rows(failure.timer, compared or failure.timer.compared)
     elif compared:  # another host reports the timer
         hang = _place_rows(compared)
-    heading = f"  failure {number} (attempt {failure.attempt}): {who} {what}"
+    kind = "change" if number is None else f"failure {number}"
+    heading = f"  {kind} (attempt {failure.attempt}): {who} {what}"
     return [
         (failure.at_s, heading.replace(":  ", ": ")),
         *_lines(

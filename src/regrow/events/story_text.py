@@ -51,7 +51,7 @@ def render(story: Story, width: int, *, is_running: bool = False) -> str:
         width: in characters.
         is_running: whether the job is known to run.
     """
-    failures = [failed(story, number, f) for number, f in enumerate(story.failures, 1)]
+    failures = [failed(story, number, failure) for number, failure in story.numbered]
     restarts = [in_process_restart(each) for each in (*story.in_place, *story.cut_short)]
     incidents = [
         *_ends_of(failures, "failures"),

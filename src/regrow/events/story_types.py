@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -291,6 +292,8 @@ class Failure(RestartCost):
     """Later failures in the same attempt, in order."""
     is_host_lost: bool = False
     """Whether the cause is a node that was lost or left; that spends no restart."""
+    has_left: bool = False
+    """Whether this node left with notice: a change of membership, which is no failure."""
     elsewhere: bool = False
     """The failure happened on another host; the seconds count from this host's notification."""
     notified: str | None = None
@@ -459,6 +462,12 @@ class Story:
     """Whether any worker reported a training step."""
     events_lost: int = 0
     """Number of events that could not be written to the log."""
+
+    @property
+    def numbered(self) -> tuple[tuple[int | None, Failure], ...]:
+        """The failures with their numbers in the text; a host that left with notice has none."""
+        numbers = count(1)
+        return tuple((None if f.has_left else next(numbers), f) for f in self.failures)
 
     def render(self, width: int = 100, *, is_running: bool = False) -> str:
         """Render the story as ASCII text, in lines of at most `width` characters if possible.

@@ -47,7 +47,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
     if again is not None:
         outcome += f"; it was started again {seconds(again)} later"
     yield Explanation(
-        story_number=None if lost is None else len(story.failures),
+        story_number=None if lost is None else story.numbered[-1][0],
         attempt=attempt,
         title=_title(scene, stopping),
         cause=_CAUSES.get(story.state, "unknown"),

@@ -22,7 +22,7 @@ _MOST_HOSTS = 8
 _NO_FAILURE = Fact("failure", "none: no worker failed, and no host was lost")
 
 
-def explain_failure(scene: Scene, failure: Failure, number: int) -> Explanation:
+def explain_failure(scene: Scene, failure: Failure, number: int | None) -> Explanation:
     """Explain the failure that ended an attempt; `number` is that of the story."""
     event = event_of(scene, failure)
     begin = begin_of(scene, failure)
@@ -30,13 +30,13 @@ def explain_failure(scene: Scene, failure: Failure, number: int) -> Explanation:
     lost = _lost_time(scene, failure, begin)
     timeline = tuple(_timeline(scene, failure, begin, lost.redone_s, exited))
     rung = _rung(scene, failure)
-    is_silent = begin != failure.at_s and not scene.has_left(failure)
+    is_silent = begin != failure.at_s and not failure.has_left
     return Explanation(
         story_number=number,
         attempt=failure.attempt,
         title=title_of(scene, failure),
         cause=failure.cause,
-        is_planned=scene.has_left(failure),
+        is_planned=failure.has_left,
         rung=rung,
         outcome=_outcome(scene, failure, rung),
         rank=failure.rank,
@@ -229,7 +229,7 @@ def _until_known(
 ) -> Iterator[tuple[str, float, str]]:
     if not isinstance(ended, Failure) or not ended.is_host_lost:
         yield "silent", at, "no sign of life; regrow waited"
-    elif scene.has_left(ended):
+    elif ended.has_left:
         if (decided := real(scene.first("stop.failed", ended.attempt), "monotonic")) is not None:
             yield "deciding", decided, DECIDING
         yield "notification", at, "until the other hosts knew"

@@ -191,7 +191,7 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
         since = relative(failure.at_s - silence, server.at, "its takeover")
         counts = f"counts the {seconds(silence)} from {since}"
         yield Fact("counted", f"the new server on host {server.host} {counts}")
-    what, has_left = noticed(scene, failure), scene.has_left(failure)
+    what, has_left = noticed(scene, failure), failure.has_left
     if not has_left:
         own = [event for event in scene.events if agent_of(event) == agent]
         yield from last_event_of(own, failure.at_s, what)
@@ -243,7 +243,7 @@ def begin_of(scene: Scene, failure: Failure) -> float | None:
     stop at one step, or else began to stop its own.
     """
     at = failure.at_s
-    if at is not None and scene.has_left(failure):
+    if at is not None and failure.has_left:
         own = scene.of_agent(scene.lost_agent(failure.attempt), "job.stopping", failure.attempt)
         asked = scene.stop_asked(failure.attempt)
         return min([at, *map(_time, own), *([] if asked is None else [asked])])

@@ -67,12 +67,12 @@ def _of_job(scene: Scene, explanation: Explanation, number: int) -> Explanation:
 
 def _explained(scene: Scene) -> list[Explanation]:
     story = scene.story
-    failures, lost = story.failures, None
-    last = failures[-1] if failures and story.state == "ERROR" else None
+    failures, lost = story.numbered, None
+    last = failures[-1][1] if failures and story.state == "ERROR" else None
     if last is not None and last.cause == "node" and last.restarted_attempt is None:
         failures, lost = failures[:-1], last  # the error is what became of this loss
     found = [
-        *(explain_failure(scene, failure, n) for n, failure in enumerate(failures, 1)),
+        *(explain_failure(scene, failure, number) for number, failure in failures),
         *(explain_change(scene, change) for change in story.moves),
         *explain_in_process(scene),
         *explain_cut_short(scene),

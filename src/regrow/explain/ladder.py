@@ -31,7 +31,7 @@ def refusals(
         rung: the rung that recovered from it; None if none did.
     """
     if failure.is_host_lost:
-        gone = "has left" if scene.has_left(failure) else "is lost"
+        gone = "has left" if failure.has_left else "is lost"
         found = [
             Refusal(1, f"the processes of a host that {gone} cannot be reached"),
             Refusal(2, "a new process takes a place on the same host only"),

@@ -18,7 +18,7 @@ _MOST_CONSEQUENCES = 2
 
 def noticed(scene: Scene, failure: Failure) -> str:
     """Return what the other hosts learned of a host that was lost or left, as a clause."""
-    if not scene.has_left(failure):
+    if not failure.has_left:
         return "the loss was noticed"
     host = scene.hosts.name(scene.lost_node(failure.attempt))
     return f"the notice of host {host} reached the other hosts"

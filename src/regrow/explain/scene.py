@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from regrow.events import Failure, Story, story
+from regrow.events import Story, story
 from regrow.events.clocks import on_one_clock
 from regrow.events.evidence import (
     Hosts,
     Record,
     integer,
     integers,
-    one_line,
     real,
     strings,
     text,
@@ -161,15 +160,6 @@ class Scene:
     def of_agent(self, agent: int | None, name: str, attempt: int | None = None) -> list[Record]:
         """Return the events `regrow.<name>` that an agent recorded."""
         return [event for event in self.named(name, attempt) if agent_of(event) == agent]
-
-    def has_left(self, failure: Failure) -> bool:
-        """Return whether the host whose loss ended an attempt left with notice."""
-        overs = (
-            *self.named("round.judged", failure.attempt),
-            *self.named("round.ended", failure.attempt),
-        )
-        reasons = [text(e, "why") or "?" for e in overs if e.get("lost") is False]
-        return failure.is_host_lost and any(one_line(why) in failure.what for why in reasons)
 
     def ranks_of(self, agent: int | None, attempt: int) -> set[int]:
         """Return the ranks that an agent had in an attempt, if its log is among these."""
