@@ -216,7 +216,8 @@ read_end, write_end = os.pipe()
 child = os.fork()
 if not child:
     os.write(write_end, b"x")
-    time.sleep(60)
+    for _ in range(6000):  # a signal right before a sleep does not wake Python from it
+        time.sleep(0.01)
     os._exit(0)
 os.close(write_end)
 os.read(read_end, 1)  # nothing, if the signal that the worker got meanwhile has ended the child

@@ -500,7 +500,10 @@ def profile(frame, event, arg):
 def test_a_signal_is_raised_where_its_exception_is_not_lost_and_leaves_no_lock_held(
     tmp_path: Path, prelude: str, before_wait: str
 ) -> None:
-    program = prelude + AGENT.replace("context.wait()", f"{before_wait}; context.wait()")
+    # The worker handles SIGUSR1 once it has written its pid.
+    ready = 'while not (os.path.exists(f"{sys.argv[1]}/pid")): pass'
+    waits = f"{before_wait}; context.wait()"
+    program = prelude + AGENT.replace("try:", f"{ready}\ntry:").replace("context.wait()", waits)
     agent = _agent(tmp_path, program)
     try:
         output, _ = agent.communicate(timeout=PATIENCE)
