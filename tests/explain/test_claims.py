@@ -234,6 +234,25 @@ def test_a_worker_that_the_guardian_killed_at_the_end_of_the_lease_was_killed_by
     assert "sent by" not in facts(again)
 
 
+def test_a_restart_after_the_end_of_a_lease_spends_none() -> None:
+    logs = dict(recorded("rendezvous-lost"))
+    ends = {"regrow.rendezvous.lost", "regrow.job.finished"}
+    for path, events in logs.items():
+        if any(event["name"] == "regrow.lease.over" for event in events):
+            started = next(e for e in events if e["name"] == "regrow.attempt.started")
+            last: dict[str, Any] = {key: events[-1][key] for key in ("time", "monotonic", "host")}
+            restarting = {"name": "regrow.job.restarting", "attempt": 0, "restarts_left": 2}
+            logs[path] = [
+                *(event for event in events if event["name"] not in ends),
+                {**started, **restarting, **last, "reason": "its lease was over", "delay_s": 0.0},
+                {**started, **last, "attempt": 1},
+            ]
+    found = list(explain(logs).values())[-1]
+    (lost,) = (each for each in found if "lease over" in facts(each))
+    assert "it spent no restart of --max-restarts" in lost.action
+    assert lost.cost.restarts == 0
+
+
 @pytest.mark.parametrize("name", stories())
 def test_the_cost_shows_all_buckets_and_what_they_count(name: str) -> None:
     for found in changed(name, ""):

@@ -681,6 +681,15 @@ def test_an_in_process_restart_follows_from_an_injected_fault_on_another_host(
     assert only(first, faulty).injected_seconds == pytest.approx(2 * 2 + 2 * 2)
 
 
+def injected_on_another_host(end: str, kind: str, ahead_s: float) -> tuple[Log, Log, Event]:
+    """Return the logs of two hosts, a fault injected on the second, and the restart's fields."""
+    first, faulty = Log().start(0, world_size=2), Log(rank=1, wall=1000 + ahead_s)
+    faulty.start(0, world_size=2).add(19.5, end, rank=1, iteration=0, injected="raise")
+    fields: Event = {"rank": 1, "iteration": 1, "kind": kind, "repeated_steps": 0}
+    first.add(20, "inprocess.restarted", **fields, seconds={"called": 0.4})
+    return first, faulty, fields
+
+
 @pytest.mark.parametrize("ahead_s", [-5.0, 0.0, 0.6, 5.0])
 @pytest.mark.parametrize(
     ("end", "kind"), [("inprocess.raised", "EXCEPTION"), ("inprocess.lost", "TERMINATED")]
@@ -688,10 +697,7 @@ def test_an_in_process_restart_follows_from_an_injected_fault_on_another_host(
 def test_an_injected_fault_counts_for_its_own_restart_although_the_clocks_differ(
     end: str, kind: str, ahead_s: float
 ) -> None:
-    first, faulty = Log().start(0, world_size=2), Log(rank=1, wall=1000 + ahead_s)
-    faulty.start(0, world_size=2).add(19.5, end, rank=1, iteration=0, injected="raise")
-    fields: Event = {"rank": 1, "iteration": 1, "kind": kind, "repeated_steps": 0}
-    first.add(20, "inprocess.restarted", **fields, seconds={"called": 0.4})
+    first, faulty, fields = injected_on_another_host(end, kind, ahead_s)
     faulty.add(91.5, end, rank=1, iteration=1)
     fields["iteration"] = 2
     first.add(100, "inprocess.restarted", **fields, seconds={"called": 8.0})
@@ -708,10 +714,7 @@ def test_an_injected_fault_counts_for_its_own_restart_although_the_clocks_differ
 def test_an_injected_fault_on_a_host_of_the_round_counts_whatever_the_clock_of_the_host(
     end: str, kind: str, ahead_s: float
 ) -> None:
-    first, faulty = Log().start(0, world_size=2), Log(rank=1, wall=1000 + ahead_s)
-    faulty.start(0, world_size=2).add(19.5, end, rank=1, iteration=0, injected="raise")
-    fields: Event = {"rank": 1, "iteration": 1, "kind": kind, "repeated_steps": 0}
-    first.add(20, "inprocess.restarted", **fields, seconds={"called": 0.4})
+    first, faulty, _ = injected_on_another_host(end, kind, ahead_s)
     for log in of_one_round(first, faulty.add(50, "chaos.injected")):
         log.end(50, "SUCCEEDED").finish(50, "SUCCEEDED")
     assert only(first, faulty).injected_seconds == pytest.approx(0.4 * 2)

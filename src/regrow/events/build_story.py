@@ -118,7 +118,7 @@ class _StoryBuilder:
             for n in starts[:-1]
             if n not in failed and not self._is_part_of_the_stop(n)
         )
-        lost_hosts = [f for f in failures if f.restarted_attempt is not None and f.is_host_lost]
+        lost_hosts = [f for f in failures if f.restarted_attempt is not None and f.cause == "node"]
         restarts = integer(finished, "restarts")
         return Story(
             events=len(self.events),

@@ -131,8 +131,9 @@ def _action(scene: Scene, failure: Failure) -> Iterator[str]:
     step = failure.first_step
     if step is not None and step.attempt != failure.restarted_attempt:
         yield f"attempt {failure.restarted_attempt} failed too; attempt {step.attempt} made steps"
-    left = _restarts_left(scene, failure.attempt, charged=not failure.is_host_lost)
-    if failure.is_host_lost:
+    is_charged = failure.cause != "node"
+    left = _restarts_left(scene, failure.attempt, charged=is_charged)
+    if not is_charged:
         yield "it spent no restart of --max-restarts"
     elif left is not None:
         most = scene.story.max_restarts
@@ -262,7 +263,7 @@ def _cost(
 ) -> Cost:
     following = ended.restarted_attempt
     went_on = ended.first_step is not None or following is None
-    spends = isinstance(ended, Failure) and not ended.is_host_lost and following is not None
+    spends = isinstance(ended, Failure) and ended.cause != "node" and following is not None
     return Cost(
         seconds=timeline[-1].end_s if timeline else None,
         steps=ended.work_lost,
