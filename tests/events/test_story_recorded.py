@@ -37,7 +37,7 @@ def test_the_search_for_other_hosts_after_the_lease_is_lost_time() -> None:
 
 def test_a_replacement_whose_attempt_failed_too_is_in_the_story_with_its_seconds() -> None:
     first, cut, after, replaced, *_, total = lines("replaced-and-fails-again")
-    assert first.endswith("SUCCEEDED after 2.3 s with 1 restart and 1 in-process restart")
+    assert first.endswith("SUCCEEDED after 2.3 s with 1 restart and 1 replacement")
     assert cut == (
         "  in-process restart (iteration 1): rank 1 on host node0 (pid 13458) was killed by SIGKILL"
     )

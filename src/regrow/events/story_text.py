@@ -194,7 +194,8 @@ def _outcome(story: Story, *, is_running: bool) -> str:
         count(number, noun)
         for number, noun in (
             (max(story.restarts - changes, 0), "restart"),
-            (len(story.in_place) + len(story.cut_short), "in-process restart"),
+            (len(story.in_place), "in-process restart"),
+            (len(story.cut_short), "replacement"),
             (changes, "membership change"),
         )
         if number

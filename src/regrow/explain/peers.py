@@ -12,7 +12,7 @@ from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, worker
 
 _MOST_LINES = 8
-_LONGEST = 120  # characters of a later failure
+_LONGEST = 300  # characters of a later failure
 _MOST_CONSEQUENCES = 2
 
 
