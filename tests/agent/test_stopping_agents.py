@@ -31,7 +31,7 @@ from regrow.agent.features.stop_agreement import (
     encode_request,
 )
 from regrow.agent.features.stop_page import StopPage
-from regrow.store import MemoryStore
+from regrow.store import MemoryStore, StoreClosedError
 
 STEPPING = """
 import sys, regrow
@@ -305,6 +305,23 @@ def test_a_request_for_the_whole_job_follows_that_of_a_node_that_leaves() -> Non
     assert calls == [71]
 
 
+class _Ends(MemoryStore):
+    """A store whose round ends as soon as the decision is there, before the call is answered."""
+
+    def multi_set(self, *args: Any) -> None:
+        super().multi_set(*args)
+        raise StoreClosedError("the store client was closed")
+
+
+def test_a_node_that_leaves_may_end_the_round_before_the_decision_is_confirmed() -> None:
+    assert agreed(STAYS, LEAVES, min_nodes=1, store=_Ends()) == [Leave()] * 2
+
+
+def test_a_decision_for_the_whole_job_needs_its_confirmation() -> None:
+    reports = [NodeReport(position, 2, 2, False, True) for position in (5, 9)]
+    assert agreed(*reports, store=_Ends()) == [None, StopAt(10)]
+
+
 @pytest.mark.parametrize("left", [None, 12.5])
 def test_a_request_survives_the_store(left: float | None) -> None:
     text = encode_request("SIGTERM at rank 3", left, leaves=True)
@@ -325,19 +342,33 @@ def test_a_malformed_request_is_refused(text: bytes) -> None:
 
 
 class Node:
-    """The feature of a job of one worker; the test handles its messages."""
+    """The feature of one node with one worker; the test handles its messages."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        store: MemoryStore | None = None,
+        rank: int = 0,
+        nodes: int = 1,
+        min_nodes: int | None = None,
+    ) -> None:
         self.messages = SimpleQueue[Callable[[], object]]()
         spec = SimpleNamespace(local_world_size=1)
         group = SimpleNamespace(
-            spec=spec, state=WorkerState.HEALTHY, store=MemoryStore(), group_world_size=1
+            spec=spec,
+            state=WorkerState.HEALTHY,
+            store=store or MemoryStore(),
+            group_rank=rank,
+            group_world_size=nodes,
         )
-        group.group_rank = 0
         recorder = SimpleNamespace(emit=lambda name, **fields: None)
         self.job = SimpleNamespace(group=group, post=self.messages.put, recorder=recorder)
         self.job.shutdown_timeout, self.job.leaving, self.job.stopping = PATIENCE, False, False
-        self.stop = EarlyStop(cast(Any, self.job))
+        self.job.handler, self.job.numbered, self.job.round = (
+            SimpleNamespace(host="node1"),
+            False,
+            0,
+        )
+        self.stop = EarlyStop(cast(Any, self.job), min_nodes=min_nodes)
 
     def stops_early(self) -> None:
         """Run one attempt; its worker stops because of a signal."""
@@ -355,6 +386,27 @@ class Node:
 
     def _is_asked(self) -> bool:
         return isinstance(self.stop.on_signal(events.Signaled(signal.SIGTERM)), events.StopBegun)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["one host leaves", "the job is stopped"])
+def test_a_node_goes_on_without_one_that_leaves_before_the_agents_agree(whole: bool) -> None:
+    store = MemoryStore()
+    node = Node(store.session(), rank=1, nodes=3, min_nodes=1)
+    node.stop.open()
+    try:
+        node.stop.before_start({0: {}})
+        nothing = cast(Any, None)
+        node.stop.on_start(StartedWorkers(1, [1], nothing, nothing))
+        why = "SIGTERM on host node2"
+        store.set("stop/0/asked", encode_request(why, PATIENCE, leaves=not whole))
+        begun = node.messages.get(timeout=PATIENCE)()
+        assert begun == events.StopBegun(workers_run=True, of_another_node=not whole)
+        node.job.group.store.close()  # the round is over
+        then = node.messages.get(timeout=PATIENCE)()
+        assert then == (events.Signaled(signal.SIGTERM) if whole else events.StopDropped())
+        assert node.job.stopping is whole
+    finally:
+        node.stop.close()
 
 
 def test_a_stop_leaves_nothing_for_the_next_run_of_an_agent() -> None:
@@ -408,6 +460,30 @@ def test_no_attempt_follows_a_stop_that_is_in_progress(event: events.Event) -> N
 def test_a_job_without_workers_ends_at_once(phase: AgentPhase) -> None:
     _, actions = decide(RUNNING._replace(phase=phase), events.StopBegun())
     assert actions == (events.Interrupt(signal.SIGTERM),)
+
+
+def test_workers_of_which_the_loop_does_not_know_yet_stop_at_the_same_step() -> None:
+    forming = RUNNING._replace(phase=AgentPhase.FORMING)
+    state, actions = decide(forming, events.StopBegun(workers_run=True))
+    assert (state.stopping, state.phase, actions) == (True, AgentPhase.FORMING, ())
+    state, actions = decide(state, events.Formed(1.0, 5, True, False))
+    assert (state.stopping, state.phase) == (True, AgentPhase.RUNNING)
+    assert not any(isinstance(action, events.Interrupt) for action in actions)
+
+
+def test_a_node_whose_workers_are_being_stopped_does_not_end_with_one_that_leaves() -> None:
+    store = MemoryStore()
+    node = Node(store.session(), rank=1, nodes=3, min_nodes=1)
+    node.stop.open()
+    try:
+        node.stop.before_start({0: {}})
+        node.stop.on_start(StartedWorkers(1, [1], cast(Any, None), cast(Any, None)))
+        node.stop.before_stop()
+        store.set("stop/0/asked", encode_request("SIGTERM", PATIENCE, leaves=True))
+        assert node.messages.get(timeout=PATIENCE)() is None
+        assert not node.job.stopping
+    finally:
+        node.stop.close()
 
 
 def test_workers_that_have_stopped_end_the_job() -> None:

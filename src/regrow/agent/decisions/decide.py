@@ -143,7 +143,8 @@ def decide(state: AgentState, event: events.Event) -> Decision:
     if isinstance(event, events.StopBegun):
         outlives = event.of_another_node
         state = state._replace(stopping=True, outlives=outlives, gathered=0, gather_until=None)
-        if state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER):
+        starts = state.phase is AgentPhase.FORMING and event.workers_run
+        if starts or state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER):
             return state, ()
         return _decide(state, events.Signaled(signal.SIGTERM))
     if state.stopping and isinstance(event, events.JoinRequested):

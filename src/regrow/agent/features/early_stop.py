@@ -14,7 +14,8 @@ and still saves may ignore the SIGTERM.
 concerns the whole job. If no worker calls `should_stop`, the agents end the job as by SIGTERM.
 
 If the agents do not agree in time, because a host is lost for example, the job ends as by the
-signal. So it does if a worker fails meanwhile: new workers could only save what they had loaded.
+signal; if only another node has to end, the job goes on. The job ends as well if a worker fails
+meanwhile: new workers could only save what they had loaded.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class EarlyStop(Feature):
         self._page: StopPage | None = None
         self._workers: StartedWorkers | None = None
         self._ranks = 0
+        self._runs = False  # whether workers run, also before the loop learns that they do
         self._limit: float | None = None  # monotonic seconds: end of the time limit
         self._request: Request | None = None
         self._changed = threading.Condition()  # notified when a worker may use the page
@@ -141,7 +143,7 @@ class EarlyStop(Feature):
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class: wait for a request of another agent."""
-        self._workers, self._ranks = workers, len(workers.ranks)
+        self._workers, self._ranks, self._runs = workers, len(workers.ranks), True
         self._await_request(0)
 
     def _await_request(self, number: int) -> None:
@@ -159,6 +161,7 @@ class EarlyStop(Feature):
         If only another node has to end, the workers start again without it.
         """
         request, page = self._request, self._page
+        self._runs = False
         if page is None:
             return
         if request is not None and request.is_of_another_node:
@@ -284,7 +287,7 @@ class EarlyStop(Feature):
         return (self._job.group.group_world_size or 1) == 1
 
     def _workers_run(self) -> bool:
-        return self._job.group.state is WorkerState.HEALTHY and not self._job.leaving
+        return self._runs and not self._job.leaving
 
     def _workers_take_part(self) -> bool:
         return self._workers_run() and self._page is not None and self._page.using() > 0
@@ -308,6 +311,8 @@ class EarlyStop(Feature):
         except ValueError:
             logger.warning("ignored a malformed request to stop: %.200r", text)
             return None
+        if leaves and not self._runs:
+            return None  # the workers of this node are being stopped for another round
         return self._begin(why, left=left, another_leaves=leaves)
 
     def _begin(
@@ -354,7 +359,7 @@ class EarlyStop(Feature):
             logger.warning("%s: the ranks wait until the agents decide which of them stop", why)
         asks = another_leaves is None
         start_thread(partial(self._agree, request, asks), "regrow-stop")
-        return StopBegun(of_another_node=request.is_of_another_node)
+        return StopBegun(self._runs, of_another_node=request.is_of_another_node)
 
     def _limit_grace(self, request: Request, until: float) -> None:
         """Shorten the grace of a request, because this agent has got a signal as well."""
@@ -381,6 +386,8 @@ class EarlyStop(Feature):
 
     def _on_verdict(self, request: Request, verdict: Verdict | None) -> Event | None:
         page, job = self._page, self._job
+        if isinstance(verdict, Leave) and not job.leaving:
+            logger.warning("%s after SIGTERM; the others go on", verdict.hosts)
         if request is not self._request or page is None or page.decision != HOLD or job.leaving:
             return None  # the job has ended in another way meanwhile
         after = monotonic() - request.begun
@@ -397,17 +404,16 @@ class EarlyStop(Feature):
                 left = round((job.kill_at or 0.0) - monotonic(), 1)
                 logger.warning("all ranks stop at call %s of should_stop, within %g s", call, left)
                 request.whole = True
-                return StopBegun()
-            case Leave(hosts):
-                logger.warning("%s after SIGTERM; the others go on", hosts)
+                return StopBegun(self._runs)
+            case Leave():
                 if not request.leaves:
-                    self._drop(page)
-                    self._await_request(self._number + 1)
-                    return StopDropped()
+                    return self._go_on(page)
                 reason = "the other nodes go on"
             case EndNow():
                 request.whole = True
                 reason = "not all ranks call should_stop"
+            case None if request.is_of_another_node and self._others_may_go_on():
+                return self._go_on(page)  # that node leaves also without an answer
             case None:
                 reason = "the agents did not agree in time"
         job.recorder.emit("regrow.stop.failed", reason=reason, decided_after_s=after)
@@ -415,6 +421,12 @@ class EarlyStop(Feature):
             logger.warning("the ranks do not stop at the same step: %s", reason)
         page.decide(END)
         return Signaled(signal.SIGTERM)
+
+    def _go_on(self, page: StopPage) -> Event:
+        """Go on without the nodes that leave."""
+        self._drop(page)
+        self._await_request(self._number + 1)
+        return StopDropped()
 
     def _post_after(self, seconds: float, call: Callable[[], Event | None]) -> None:
         timer = threading.Timer(max(0.0, seconds), self._job.post, (call,))
@@ -439,6 +451,8 @@ class EarlyStop(Feature):
             self._job.post(partial(self._on_asked, watched, text))
 
     def _agree(self, request: Request, asks: bool) -> None:
+        from regrow.store import StoreClosedError
+
         group, verdict = self._job.group, None
         rank, nodes, store = group.group_rank or 0, group.group_world_size or 1, group.store
         try:
@@ -457,7 +471,8 @@ class EarlyStop(Feature):
                 partial(self._report, request),
             )
         except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
-            if not self._job.leaving:
+            is_over = isinstance(error, StoreClosedError) and request.is_of_another_node
+            if not (self._job.leaving or is_over):  # the round is over, and the loop learns why
                 logger.warning("the agents did not agree on a step to stop at: %s", error)
         self._job.post(partial(self._on_verdict, request, verdict))
 

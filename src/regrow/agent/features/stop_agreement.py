@@ -12,12 +12,13 @@ many requests came before, because each has received their decisions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from regrow.agent.decisions import early_stop as rules
-from regrow.agent.decisions.early_stop import EndNow, NodeReport, StopAt, Verdict
+from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
 from regrow.utils import printable
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def agree(
     Raises:
         Exception: the store did not have the decision in time.
     """
+    from regrow.store import StoreClosedError
+
     begun = monotonic()
     second_until = begun + (until - begun) * 0.6
     following = f"stop/{number}/next"
@@ -93,7 +96,9 @@ def agree(
             verdict = rules.decide(gathered("second"), min_nodes, final=True)
     finally:
         verdict = EndNow() if verdict is None else verdict
-        store.multi_set([following, verdict_key(number)], [b"", rules.encode_verdict(verdict)])
+        # A node that leaves ends the round for all, also before the answer to this call.
+        with suppress(StoreClosedError) if isinstance(verdict, Leave) else nullcontext():
+            store.multi_set([following, verdict_key(number)], [b"", rules.encode_verdict(verdict)])
     return verdict
 
 
