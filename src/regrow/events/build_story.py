@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from regrow.events import evidence, silences
+from regrow.events import accounts, evidence, silences
 from regrow.events.clocks import on_one_clock
 from regrow.events.evidence import (
     Record,
@@ -172,7 +172,7 @@ class _StoryBuilder:
             reached = [s.last_step for s in steps if s.last_step is not None]
             if not reached:  # the attempt's end is not recorded
                 reached = [s.first_step for s in steps]
-                reached += evidence.highest_steps(self.by_attempt[_ACCOUNTS, number])
+                reached += accounts.highest_steps(self.by_attempt[_ACCOUNTS, number])
             if reached:
                 return max(reached)
         return None
@@ -475,6 +475,7 @@ class _StoryBuilder:
             "backoff_s": _backoff(attempt) if restarted is not None else None,
             "first_step_after_s": since(first_at, begun),
             "first_step": first,
+            "first_step_s": self._step_s(first.attempt) if first else None,
             "last_step": last,
             "resumed_from": resumed_from,
             "work_lost": lost,
@@ -498,6 +499,12 @@ class _StoryBuilder:
         redone = self._redone_in(later) if self._reached(later) >= self._reached(number) else None
         return min(redone, by_pace) if redone else by_pace
 
+    def _step_s(self, number: int) -> float | None:
+        """Return the mean seconds of a step in an attempt; None if that is not recorded."""
+        ended = self.attempts[number].named[_ENDED]
+        found = accounts.accounts_of((*self.by_attempt[_ACCOUNTS, number], *ended))
+        return accounts.step_s(found)
+
     def _reached(self, number: int) -> int:
         """Return the last step of an attempt; -1 if it is not recorded."""
         steps = (s.last_step for s in self.attempts[number].steps)
@@ -511,7 +518,7 @@ class _StoryBuilder:
 
     def _redone_in(self, number: int) -> float | None:
         """Return the mean seconds in which a worker did steps again in an attempt."""
-        found = [evidence.redone_s(event) for event in self.attempts[number].named[_ENDED]]
+        found = [accounts.redone_s(event) for event in self.attempts[number].named[_ENDED]]
         redone = [seconds for event in found for seconds in event or ()]
         if not found or None in found:
             return None

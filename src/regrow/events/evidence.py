@@ -10,13 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from regrow._accounts import (
-    FIRST_REPEATED_STEP,
-    REPEATED,
-    REPEATED_PHASES,
-    REPEATED_STEPS,
-    STEPS,
-)
 from regrow.events.causes import exception_of
 from regrow.events.silences import without_heartbeat_s
 from regrow.events.story_types import Expiry, LostNode
@@ -408,16 +401,6 @@ def steps(event: Record) -> list[Steps]:
     return found
 
 
-def highest_steps(events: Iterable[Record]) -> list[int]:
-    """Return the highest step of each account in some events."""
-    recorded = [event.get("accounts") for event in events]
-    accounts = [
-        each for by_rank in recorded if isinstance(by_rank, Mapping) for each in by_rank.values()
-    ]
-    known = (integer(each, "highest_step") for each in accounts if isinstance(each, Mapping))
-    return [step for step in known if step is not None]
-
-
 def _is_number(rank: str) -> bool:
     return rank.isascii() and rank.isdecimal() and len(rank) < 10
 
@@ -427,32 +410,6 @@ def work_lost(last: int | None, resumed_from: int | None) -> int | None:
         return None
     # A script that reports every tenth step seems to resume after the last step that it reported.
     return max(last - resumed_from, 0)
-
-
-def redone_s(ended: Record) -> list[float] | None:
-    """Return the seconds in which workers did steps again in an attempt, from their accounts.
-
-    The first step after a start includes the startup, so it counts as long as the mean of the
-    others. Workers that did none again are left out. None if there is no account.
-    """
-    accounts = ended.get("accounts")
-    if not isinstance(accounts, Mapping) or not accounts:
-        return None
-    found = []
-    for account in accounts.values():
-        spent, counts = (
-            value
-            if isinstance(account, Mapping) and isinstance(value := account.get(key), Mapping)
-            else {}
-            for key in ("seconds", "counts")
-        )
-        steps = sum(integer(counts, row) or 0 for row in (STEPS, REPEATED_STEPS))
-        if not any(integer(counts, row) for row in REPEATED):
-            continue
-        pace = sum(real(spent, row) or 0.0 for row in (STEPS, REPEATED_STEPS)) / max(steps, 1)
-        again = sum(real(spent, row) or 0.0 for row in (REPEATED_STEPS, REPEATED_PHASES))
-        found.append(again + pace * (integer(counts, FIRST_REPEATED_STEP) or 0))
-    return found
 
 
 def seconds_of(lost: int | None, of: list[Steps]) -> float | None:

@@ -87,6 +87,8 @@ class RestartCost:
     """Seconds until training continued with the next step of any worker on the host."""
     first_step: StepMark | None = None
     """The first step after the restart."""
+    first_step_s: float | None = None
+    """Seconds that it took, by the mean pace of its attempt; None if that is not recorded."""
     last_step: int | None = None
     """The last step that the stopped attempt reached."""
     resumed_from: int | None = None
@@ -101,11 +103,14 @@ class RestartCost:
 
     @property
     def startup_s(self) -> float | None:
-        """Seconds until the first step began: `work_lost_s` counts it, if it was a repeated one."""
-        if self.first_step_after_s is None or not self.work_lost:
+        """Seconds until the first step began; until its end if its length is not known."""
+        step = self.first_step_s
+        if step is None and self.work_lost:  # an older log: by the pace of the stopped attempt
+            step = (self.work_lost_s or 0.0) / self.work_lost
+        if self.first_step_after_s is None or not step:
             return self.first_step_after_s
-        step = (self.work_lost_s or 0.0) / self.work_lost
-        return max(self.first_step_after_s - step, self.restarted_after_s or 0.0, 0.0)
+        begun = self.first_step_after_s - step
+        return max(begun, self.restarted_after_s or 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

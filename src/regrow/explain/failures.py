@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from regrow.events import Failure, PlannedRestart
 from regrow.events.evidence import integer, real, stopped_with, text
 from regrow.explain import ladder, long_settings
-from regrow.explain.accounts import step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.findings import DECIDING, begin_of, event_of, evidence_of, title_of
 from regrow.explain.peers import what_peers_did
@@ -184,9 +183,9 @@ def _timeline(
     detected = getattr(ended, "detected_after_s", None)
     pause = ended.backoff_s
     restarting = scene.last_time("job.restarting", number)
-    first, step = None, None
+    first = None
     if ended.first_step is not None and ended.first_step.attempt == following:
-        first, step = ended.first_step_after_s, step_s(scene, ended.first_step.attempt)
+        first = ended.startup_s
     marks: list[tuple[str, float | None, str]] = []
     if begin < at:
         marks += _until_known(scene, ended, at)
@@ -206,8 +205,9 @@ def _timeline(
         begun = "workers went on, or were started" if kept else "new processes were started"
         marks.append(("processes", started, begun))
         loading = "loading" if kept else "imports, loading"
-        loading += ", the first step" if step is None else ", up to the first step"
-        first = None if first is None else at + first - (step or 0.0)
+        is_paced = first is not None and first != ended.first_step_after_s
+        loading += ", up to the first step" if is_paced else ", the first step"
+        first = None if first is None else at + first
         marks.append(("startup", first, loading))
         redo = ended.work_lost_s if redone_s is None else redone_s
         if first is not None and redo and ended.work_lost:

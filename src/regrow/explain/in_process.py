@@ -11,17 +11,10 @@ from typing import NamedTuple
 
 from regrow._accounts import REPEATED
 from regrow.events import InProcessRestart
-from regrow.events.evidence import (
-    Record,
-    integer,
-    real,
-    redone_s,
-    steps,
-    text,
-)
+from regrow.events.accounts import redone_s, step_s, steps_of
+from regrow.events.evidence import Record, integer, real, steps, text
 from regrow.events.in_process import NEAR_S, TIME_OUTS, end_of
 from regrow.explain import ladder, long_settings
-from regrow.explain.accounts import accounts_of, row_count, step_s
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.findings import of_suspension, what_hung_did
 from regrow.explain.peers import last_step_of, places_of_others, silence_of
@@ -354,18 +347,14 @@ def _redone(scene: Scene, event: Record, later: int | None) -> int | None:
 
 
 def _end_of_attempt(scene: Scene, attempt: int) -> _AttemptEnd:
-    accounts = accounts_of(scene, attempt)
+    accounts = scene.accounts(attempt)
     found = [redone_s(event) or [] for event in scene.named("attempt.ended", attempt)]
     redone = [seconds for each in found for seconds in each]
     made = [each for event in scene.named("attempt.ended", attempt) for each in steps(event)]
     reached = [each.last_step for each in made if each.last_step is not None]
     return _AttemptEnd(
         redone_s=sum(redone) / len(redone) if redone else None,
-        repeated_steps=max(map(_repeated, accounts), default=None),
+        repeated_steps=max((steps_of(each, REPEATED) for each in accounts), default=None),
         last_step=max(reached, default=None),
-        pace_s=step_s(scene, attempt),
+        pace_s=step_s(accounts),
     )
-
-
-def _repeated(account: Record) -> int:
-    return sum(row_count(account, row) for row in REPEATED)

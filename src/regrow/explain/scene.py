@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from regrow.events import Story, story
+from regrow.events.accounts import accounts_of
 from regrow.events.clocks import on_one_clock
 from regrow.events.evidence import (
     Hosts,
@@ -66,6 +67,12 @@ class Scene:
         found = self.named(name, attempt)
         first, last = bisect_left(found, since, key=_at), bisect_right(found, until, key=_at)
         return found[first:last]
+
+    def accounts(self, attempt: int) -> list[Record]:
+        """Return the last account of each worker of an attempt."""
+        return accounts_of(
+            (*self.named("worker.accounts", attempt), *self.named("attempt.ended", attempt))
+        )
 
     def last_time(self, name: str, attempt: int | None) -> float | None:
         """Return the time of the last such event of an attempt."""
