@@ -13,7 +13,7 @@ SHOWN = (
     "was killed by SIGKILL",
     "detected after",
     "restarted after",
-    "(all 2 workers started again)",
+    "(all 2 workers started again; 2 restarts",
     "first step after",
 )
 """Texts of the story, on the page and in the output. A busy machine may have lost no step."""

@@ -112,10 +112,10 @@ def test_the_story_of_a_killed_worker_gives_the_cause_and_the_four_figures() -> 
         "SUCCEEDED after 31 s with 1 restart\n"
         "  failure 1 (attempt 0): rank 1 on host foo (pid 4242) was killed by SIGKILL\n"
         "    detected after   0.4 ms\n"
-        "    restarted after  12 ms      (all 2 workers started again)\n"
+        "    restarted after  12 ms      (all 2 workers started again; 2 restarts left)\n"
         "    first step after 2.3 s      (rank 0, step 121)\n"
         "    work lost        17 steps   (step 137 reached, resumed from step 120; "
-        "about 1.2 s of training)\n"
+        "they took about 1.2 s)\n"
         "  3.5 s of 31 s lost: detecting 0.4 ms, starting 2.2 s, redoing steps 1.2 s"
     )
 
@@ -419,7 +419,7 @@ def test_a_script_without_a_checkpoint_started_over(first: int, lost: int) -> No
     lines = recovered()
     lines[8] = stepped(1, 112.31, first)
     lines[9] = ended(1, 131.0, "SUCCEEDED", first, 400)
-    assert f"{lost} steps  (step 137 reached, started over; about" in rendered(lines)
+    assert f"{lost} steps  (step 137 reached, started over; they took about" in rendered(lines)
 
 
 def test_a_script_that_reports_only_some_steps_never_loses_negative_work() -> None:
@@ -474,7 +474,7 @@ def test_the_cost_of_a_planned_restart_is_shown_as_for_a_failure() -> None:
         "    restarted after  900 ms     (all 4 workers started again)",
         "    first step after 2.9 s      (rank 0, step 31)",
         "    work lost        10 steps   (step 40 reached, resumed from step 30; "
-        "about 2.5 s of training)",
+        "they took about 2.5 s)",
         "  5.2 s of 10 s lost: starting 2.6 s, redoing steps 2.5 s",
     ]
 

@@ -202,7 +202,7 @@ def test_control_characters_of_a_setting_and_of_a_phase_do_not_reach_the_termina
 
 
 def test_heartbeat_settings_are_the_default_only_if_neither_is_given() -> None:
-    assert with_settings("host-lost").long[0].value == "the default"
+    assert with_settings("host-lost").long[0].value == "not set: defaults"
     given = with_settings("host-lost", keep_alive_max_attempt="9").long[0].value
     assert given == "keep_alive_max_attempt=9"
     both = with_settings("rendezvous-lost", keep_alive_interval="2", keep_alive_max_attempt="9")
@@ -472,7 +472,7 @@ def test_a_job_that_regrow_stop_ended_by_a_signal_names_the_command() -> None:
 def test_an_in_process_restart_shows_the_last_step_of_the_rank_and_the_next_one(name: str) -> None:
     (found,) = changed(name, "inprocess.raised", last_step=35)
     assert facts(found)["last step"] == "step 35"
-    assert found.peers[0] == "the ranks on host node0 had made at most step 36"
+    assert found.peers[0] == "the furthest rank on host node0 had made step 36"
     assert found.outcome.endswith("training went on with step 31")
 
 
@@ -569,18 +569,25 @@ def test_a_worker_whose_new_process_took_its_place_is_explained_once(name: str) 
 
 def test_a_lost_rendezvous_names_its_host_and_the_ranks_that_the_guardian_killed() -> None:
     (found,) = changed("rendezvous-lost", "")
-    assert found.title == "the rendezvous could not be reached any more: host node1 served it"
+    assert found.title == (
+        "host node2 could not reach the rendezvous any more (host node1 served it)"
+    )
     assert facts(found)["lease over"] == (
-        "host node2 got no answer from the rendezvous, and its guardian killed rank 1"
+        "host node2 got no answer from the rendezvous, and its guardian killed rank 1 (pid 24)"
     )
     assert facts(found)["last event"].startswith("in the log of host node1: 2.9 s before the lease")
     assert re.match(r"rank 1: step 25, \S+ s before the lease was over", facts(found)["last step"])
     assert "stopped the workers" not in page(found)
     assert any(line.startswith("the guardian killed the workers") for line in found.action)
-    assert found.outcome == "its agent ended with exit code 75"
-    assert "on host node2, no sign of training after" in page(found)
+    assert found.outcome == (
+        "the agent of host node2 ended with exit code 75 (the job may be started again)"
+    )
+    assert "no sign of training on host node2 after 14:13:20.7" in page(found)
+    assert "its lease was over 2.3 s later at 14:13:23.0" in " ".join(page(found).split())
     assert found.cost.buckets["meeting"] == pytest.approx(found.timeline[1].length_s, abs=0.01)
-    assert found.peers == ("rank 0 on host node1: unknown, the log of the host ends before that",)
+    assert found.peers == (
+        "rank 0 on host node1: unknown, the log of host node1 ends before the lease was over",
+    )
 
 
 @pytest.mark.parametrize("given", [{"host0.jsonl", "host1.jsonl"}, {"host1.jsonl"}])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -26,7 +26,7 @@ from regrow.events.evidence import (
     strings,
     text,
 )
-from regrow.events.in_process import NEAR_S, cut_short, in_process_restarts
+from regrow.events.in_process import NEAR_S, RANK, by_fields, cut_short, in_process_restarts
 from regrow.events.losses import losses
 from regrow.events.story_types import (
     Expiry,
@@ -102,8 +102,9 @@ class _StoryBuilder:
         started = self._last("regrow.job.started")
         finished = self._last("regrow.job.finished")
         starts = [n for n in self.numbers if self._starts(n)]
-        in_place = tuple(map(self._with_silence, in_process_restarts(self._sorted)))
+        in_place = in_process_restarts(self._sorted)
         caused = {restart.timer for restart in in_place}
+        in_place = tuple(map(self._with_silence, in_place))
         self.unexplained_timers = tuple(e for e in self.unexplained_timers if e not in caused)
         last = {restart.attempt: restart for restart in in_place}
         self.given_up = {n: r for n, r in last.items() if self._gave_up(r)}
@@ -111,8 +112,9 @@ class _StoryBuilder:
         told = [self.given_up[f.attempt] for f in failures if f.gave_up is not None]
         in_place = tuple(restart for restart in in_place if restart not in told)
         failed: dict[int | None, float | None] = {f.attempt: f.at_s for f in failures}
-        unfinished = tuple(map(self._with_silence, cut_short(self._sorted, failed)))
+        unfinished = cut_short(self._sorted, failed)
         shown = {e for f in failures for e in f.hung_too} | {r.timer for r in unfinished}
+        unfinished = tuple(map(self._with_silence, unfinished))
         moves = tuple(
             self._planned_restart(n)
             for n in starts[:-1]
@@ -145,7 +147,7 @@ class _StoryBuilder:
             moves=moves,
             suspensions=self._suspensions(),
             expiries=tuple(e for e in self.unexplained_timers if e not in shown),
-            in_place=in_place,
+            in_place=tuple(self._with_processes(in_place)),
             cut_short=unfinished,
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             servers=_servers(self._sorted(_SERVERS)),
@@ -263,7 +265,23 @@ class _StoryBuilder:
         worker = {key: getattr(restart, key) for key in ("attempt", "rank", "host", "pid")}
         worker["failed_monotonic"] = restart.at_s
         silent = self._silent_s(restart.attempt, worker, restart.timer, None, restart.did)
-        return replace(restart, silent_s=silent)
+        return replace(restart, silent_s=silent, timer=self._with_pause(restart.timer, worker))
+
+    def _with_processes(self, of: Iterable[InProcessRestart]) -> Iterator[InProcessRestart]:
+        """Yield the restarts with the process of the faulty rank, also if the process went on."""
+        replaced = by_fields(RANK, self._sorted("regrow.worker.replaced"))
+        for each in of:
+            known = (
+                (text(event, "host"), pid)
+                for event in (self._starts(each.attempt) if each.attempt in self.attempts else ())
+                if isinstance(pids := event.get("pids"), Mapping)
+                and (pid := integer(pids, str(each.rank))) is not None
+            )
+            host, pid = next(known, (None, None))
+            later = replaced.get((each.attempt, each.rank), [])
+            if number := bisect(later, each.at_s or 0.0, key=_at):
+                pid = integer(later[number - 1], "pid")
+            yield each if each.pid is not None else replace(each, host=host, pid=pid)
 
     def _gave_up(self, last: InProcessRestart) -> bool:
         """Return whether a wrapper gave up before the function was called again.
@@ -351,10 +369,13 @@ class _StoryBuilder:
         elsewhere = failed is None and real(root, "told_monotonic") is not None
         if elsewhere:
             clock, failed = text(root, "told_host"), real(root, "told_monotonic")
+        cause = "node" if is_host_lost else cause or evidence.cause_of(root, timer)
+        left = evidence.restarts_left(attempt.named[_RESTARTING], charged=True)
         return Failure(
             attempt=number,
             what=what,
-            cause="node" if is_host_lost else cause or evidence.cause_of(root, timer),
+            cause=cause,
+            restarts_left=left if cause != "node" else None,
             gave_up=gave_up,
             rank=None if is_guardian else integer(root, "rank"),
             host=host,
@@ -367,7 +388,7 @@ class _StoryBuilder:
             others=_others(attempt.named[_FAILED], root),
             elsewhere=elsewhere,
             notified=clock if elsewhere else None,
-            timer=timer,
+            timer=None if timer is None else self._with_pause(timer, root),
             hung_too=evidence.hung_too(self.unexplained_timers, number)
             if timer is not None
             else (),
@@ -399,7 +420,7 @@ class _StoryBuilder:
         if over is not None:
             at, bound = real(over, "monotonic"), real(bounds, silences.SILENT_HOST)
             if at is None or over.get("lost") is False:
-                return 0.0  # it left with notice
+                return 0.0 if at is None else self._notice_s(number, over, at)
             return silences.of_words(what, at, [s.last_monotonic or 0.0 for s in steps], bound)
         at, told = real(root, "failed_monotonic"), real(root, "told_monotonic")
         if told is not None and silences.without_heartbeat_s(what) is not None:
@@ -415,7 +436,20 @@ class _StoryBuilder:
             for event in self.by_attempt[_VACATED, number]
             if _same_worker(event, root) and isinstance(account := event.get("account"), Mapping)
         ]
-        return silences.of_worker(timer.after_s, at, [*own, self._suspended_at(root, at)])
+        return silences.of_worker(
+            timer.after_s, at, [*own, real(self._suspension(root), "monotonic")]
+        )
+
+    def _notice_s(self, number: int, over: Record, at: float) -> float:
+        """Return how long the other hosts did not know that a host leaves after a signal.
+
+        Its agent first asks the ranks to stop at one step, or else stops its own at once.
+        """
+        host = self.hosts.name(text(over, "node") or "?")
+        own = [e for e in self.by_attempt[_STOPPING, number] if text(e, "host") == host]
+        asked = (e for name in _ASKED for e in self.by_attempt[name, number])
+        known = [*(real(event, "monotonic") for event in own), evidence.stop_asked(asked)]
+        return at - min([at, *(time for time in known if time is not None)])
 
     @staticmethod
     def _has_left(attempt: _Attempt, what: str) -> bool:
@@ -434,16 +468,22 @@ class _StoryBuilder:
         lost = (e for e in self.by_attempt[_NO_RENDEZVOUS, number] if text(e, "host") == host)
         return since(real(next(lost, {}), "monotonic"), failed)
 
-    def _suspended_at(self, failed: Record, until: float) -> float | None:
-        """Return since when a failed process had been suspended by a signal; None: it was not."""
+    def _suspension(self, failed: Record) -> Record:
+        """Return the event of the signal that kept a failed process suspended; empty: none did."""
+        until = real(failed, "failed_monotonic")
         found = [
-            (at, name)
+            (at, name, event)
             for name in (_SUSPENDED, _RESUMED)
             for event in self.by_attempt[name, integer(failed, "attempt")]
             if _same_worker(event, failed) and (at := real(event, "monotonic")) is not None
         ]
-        at, name = max((each for each in found if each[0] <= until), default=(0.0, ""))
-        return at if name == _SUSPENDED else None
+        before = [each for each in found if until is not None and each[0] <= until]
+        _, name, event = max(before, key=lambda each: each[:2], default=(0.0, "", {}))
+        return event if name == _SUSPENDED else {}
+
+    def _with_pause(self, timer: Expiry, failed: Record) -> Expiry:
+        """Return the timer of a failed worker with the signal that had paused the worker."""
+        return replace(timer, paused_by=text(self._suspension(failed), "signal"))
 
     def _cost(self, number: int, clock: str | None, begun: float | None) -> dict[str, Any]:
         """Compute the cost of an attempt's end: fields of both `Failure` and `PlannedRestart`.
@@ -586,8 +626,11 @@ _ACCOUNTS = "regrow.worker.accounts"
 _SUSPENDED, _RESUMED = "regrow.worker.suspended", "regrow.worker.resumed"
 _COMPARED, _VACATED = "regrow.timer.compared", "regrow.worker.vacated"
 _LEASE_OVER, _NO_RENDEZVOUS = "regrow.lease.over", "regrow.rendezvous.lost"
+_STOPPING = "regrow.job.stopping"
+_ASKED = tuple(f"regrow.{name}" for name in evidence.STOP_EVENTS)
 _INDEXED = frozenset(
     {
+        *(_STOPPING, *_ASKED),
         *(_ACCOUNTS, _SUSPENDED, _RESUMED, _COMPARED, _IN_PROCESS, _VACATED),
         *(_LEASE_OVER, _NO_RENDEZVOUS),
     }

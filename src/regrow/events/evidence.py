@@ -23,6 +23,10 @@ STOP_SPREAD_S = 5.0
 """Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 
 
+STOP_EVENTS = ("stop.requested", "stop.decided", "stop.failed")
+"""Names, without `regrow.`, of the events of a request that all ranks stop at the same step."""
+
+
 def left_for_signal(why: str, signal: str | None) -> bool:
     """Return whether a node that left for this reason may have left because of the signal.
 
@@ -403,6 +407,33 @@ def steps(event: Record) -> list[Steps]:
 
 def _is_number(rank: str) -> bool:
     return rank.isascii() and rank.isdecimal() and len(rank) < 10
+
+
+def restarts_left(restarting: Iterable[Record], *, charged: bool) -> int | None:
+    """Return how many restarts were left after the end of an attempt; None if it is unknown.
+
+    A node that only learned of a charged failure has not counted it yet when it restarts.
+
+    Args:
+        restarting: the events `regrow.job.restarting` of the attempt.
+        charged: whether its end spent a restart.
+    """
+    found = []
+    for event in restarting:
+        if (left := integer(event, "restarts_left")) is not None:
+            counted = not charged or text(event, "reason") in (None, "worker failure")
+            found.append(max(left if counted else left - 1, 0))
+    return min(found, default=None)
+
+
+def stop_asked(events: Iterable[Record]) -> float | None:
+    """Return when an agent first asked that the ranks of an attempt stop at the same step.
+
+    Args:
+        events: the events `STOP_EVENTS` of the attempt.
+    """
+    asked = ((real(event, "monotonic"), real(event, "decided_after_s") or 0.0) for event in events)
+    return min((at - after for at, after in asked if at is not None), default=None)
 
 
 def work_lost(last: int | None, resumed_from: int | None) -> int | None:

@@ -50,11 +50,11 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
     Args:
         named: returns the events with a name, in order of time.
     """
-    replaced = {key: deque(all) for key, all in by_fields(_RANK, named(_REPLACED)).items()}
+    replaced = {key: deque(all) for key, all in by_fields(RANK, named(_REPLACED)).items()}
     vacated = by_fields(_PROCESS, named(_VACATED))
-    ends = by_fields(_RANK, [*named(_VACATED), *named("regrow.inprocess.lost")])
+    ends = by_fields(RANK, [*named(_VACATED), *named("regrow.inprocess.lost")])
     expired = by_fields(TIMER_OF, named("regrow.timer.expired"))
-    refused = by_fields(_RANK, named("regrow.worker.not_replaced"))
+    refused = by_fields(RANK, named("regrow.worker.not_replaced"))
     sent = by_fields(_ITERATION, named("regrow.state.sent"))
     restarts = []
     for event in named(_IN_PROCESS):
@@ -73,7 +73,7 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
         states = sent.get(_values(_ITERATION, event), ())
         restarts.append(
             replace(
-                _in_process_restart(event, found, ends.get(_values(_RANK, event), ()), expired),
+                _in_process_restart(event, found, ends.get(_values(RANK, event), ()), expired),
                 not_replaced=_not_replaced(event, refused),
                 states=tuple(map(_sent_state, states)),
             )
@@ -81,7 +81,7 @@ def in_process_restarts(named: Named) -> tuple[InProcessRestart, ...]:
     return tuple(restarts)
 
 
-_RANK, _ITERATION = ("attempt", "rank"), ("attempt", "iteration")
+RANK, _ITERATION = ("attempt", "rank"), ("attempt", "iteration")
 _PROCESS = ("attempt", "rank", "incarnation")
 TIMER_OF = ("attempt", "pid")
 """The fields that the event of a timer has in common with that of the end of its process."""
@@ -134,7 +134,7 @@ def replacement(event: Record, vacated: _Index) -> Replacement:
 def _end_before(replaced: Record, vacated: _Index) -> Record:
     """Return the end of the process that another one replaced; empty if it is not recorded."""
     before = (integer(replaced, "incarnation") or 1) - 1
-    same = vacated.get((*_values(_RANK, replaced), before), ())
+    same = vacated.get((*_values(RANK, replaced), before), ())
     return next((each for each in same if each.get("host") == replaced.get("host")), {})
 
 

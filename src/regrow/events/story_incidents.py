@@ -139,13 +139,20 @@ def _detected_row(failure: Failure) -> Row:
     after, silent = failure.detected_after_s, failure.silent_s
     value, note = _LATE if failure.noticed_late else _seconds(after), ""
     told = without_heartbeat_s(failure.what) if failure.is_host_lost else None
+    if failure.has_left and silent:
+        return "notified after", duration(silent), "since the signal to its agent"
     if failure.is_host_lost and (not silent or (told and abs(silent - told) < 0.05 * told)):
         value = ""  # the heading has the silence
     elif silent and not failure.noticed_late:
         value = duration(silent + (after or 0.0))
         is_of_steps = failure.timer is None and failure.last_step is not None
-        note = "since the last step" if is_of_steps else "since its last sign of life"
+        note = "since the last step" if is_of_steps else _since(failure.timer)
     return "detected after", value, note, _later(failure, after)
+
+
+def _since(timer: Expiry | None) -> str:
+    is_paused = timer is not None and timer.paused_by is not None
+    return "since it was paused" if is_paused else "since its last sign of life"
 
 
 def _restart_row(story: Story, failure: Failure) -> Row:
@@ -153,7 +160,8 @@ def _restart_row(story: Story, failure: Failure) -> Row:
         host = f"host {clean(failure.notified)}" if failure.notified else "this host"
         since = f"since {host} was notified" if failure.elsewhere else ""
         is_later = failure.noticed_late or (failure.silent_s and not since)
-        return _restarted_row(failure, "since its detection" if is_later else since)
+        budget = _budget(failure.restarts_left)
+        return _restarted_row(failure, "since its detection" if is_later else since, budget)
     value, note = "no restarts left", ""
     if story.state is None:
         value = "the log ends here"
@@ -170,7 +178,13 @@ def _restart_row(story: Story, failure: Failure) -> Row:
     return "not restarted", value, note
 
 
-def _restarted_row(cost: RestartCost, since: str = "") -> Row:
+def _budget(left: int | None) -> str:
+    if left is None:
+        return ""
+    return f"{count(left, 'restart') if left else 'no restarts'} left"
+
+
+def _restarted_row(cost: RestartCost, since: str = "", budget: str = "") -> Row:
     notes = [since] if cost.restarted_after_s is not None else []
     workers = cost.restarted_workers
     if workers is not None:
@@ -185,7 +199,7 @@ def _restarted_row(cost: RestartCost, since: str = "") -> Row:
         notes.append(again)
     if cost.backoff_s is not None:
         notes.append(f"including a pause of {duration(cost.backoff_s)}")
-    note = "; ".join(filter(None, notes))
+    note = "; ".join(filter(None, [*notes, budget]))
     after = cost.restarted_after_s
     return "restarted after", _seconds(after) or "unknown", note, _later(cost, after)
 
@@ -215,7 +229,7 @@ def _work_row(story: Story, cost: RestartCost) -> Row:
         since = f"resumed from step {resumed}" if resumed > 0 else "started over"
         note = f"step {cost.last_step} reached, {since}"
         if cost.work_lost_s and cost.work_lost:
-            note += f"; about {duration(cost.work_lost_s)} of training"
+            note += f"; they took about {duration(cost.work_lost_s)}"
         return label, value, note
     if cost.last_step is not None:
         return label, f"unknown: step {cost.last_step} reached, and no step after that", ""
@@ -290,7 +304,7 @@ def in_process_restart(restart: InProcessRestart) -> Block:
     if restart.silent_s:
         detected = dict(restart.phases).get("detected", 0.0)
         silent, at = duration(restart.silent_s + detected), _later(restart, detected)
-        rows.append(("detected after", silent, "since its last sign of life", at))
+        rows.append(("detected after", silent, _since(timer), at))
     if restart.phases:
         phase, after = restart.phases[-1]
         steps = ", ".join(f"{clean(name)} {duration(s)}" for name, s in restart.phases[:-1])
@@ -325,17 +339,19 @@ def _replacement(of: Replacement) -> str:
     at = f" after step {of.last_step}" if of.last_step is not None else ""
     start = source_text(of.source)
     after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""
-    left = f"; {count(of.restarts_left, 'restart')} left" if of.restarts_left is not None else ""
-    return (
-        f"rank {of.rank}: pid {of.ended_pid} ended {clean(of.how)}{at}; pid {of.pid} started "
-        f"{start}{after}{left}"
-    )
+    parts = [
+        f"rank {of.rank}: pid {of.ended_pid} ended {clean(of.how)}{at}",
+        f"pid {of.pid} started {start}{after}",
+        _budget(of.restarts_left),
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _hung(timer: Expiry, killed_by: str | None) -> str:
     """Describe a worker whose timer expired, as a predicate."""
     end = f"killed by {killed_by}" if killed_by else f"sent {timer.signal}"
-    return f"hung: {_expired(timer)}, so it was {clean(end)}"
+    did = "hung" if timer.paused_by is None else f"was paused by {clean(timer.paused_by)}"
+    return f"{did}: {_expired(timer)}, so it was {clean(end)}"
 
 
 def _expired(expiry: Expiry) -> str:

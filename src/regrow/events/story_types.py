@@ -169,6 +169,8 @@ class Expiry(OfWorker):
     """Groups of the host's workers in the same place, one line for each place."""
     signal: str | None
     """The signal sent to the process; None if the timer was only reported."""
+    paused_by: str | None = None
+    """The signal that had paused the worker, if it is the failure of the worker."""
     heartbeat: bool = False
     """Whether this is the timer that each heartbeat of the worker renews."""
 
@@ -258,7 +260,7 @@ class InProcessRestart:
     at_s: float | None = None
     """Time of the fault, in seconds since the start of the job."""
     host: str | None = None
-    """Host of the process of the faulty rank, if it ended."""
+    """Host of the process of the faulty rank."""
     pid: int | None = None
     """Its process id."""
     exit_code: int | None = None
@@ -305,7 +307,7 @@ class Failure(RestartCost):
     """The host from whose notification the seconds count, if the failure happened elsewhere."""
     silent_s: float = 0.0
     """Seconds before `at_s` without a sign of life of the worker that hung, or without a step since
-    a host or the rendezvous was lost."""
+    a host or the rendezvous was lost; those since the signal to the agent of a host that left."""
     searched_s: float | None = None
     """Seconds in which the agent of a host whose lease was over searched for the other hosts,
     before it ended."""
@@ -328,6 +330,8 @@ class Failure(RestartCost):
 
     The failure is then the fault after which the wrapper gave up.
     """
+    restarts_left: int | None = None
+    """Restarts of `max_restarts` that were left after this failure; None if it spent none."""
     lost_nodes: tuple[LostNode, ...] = ()
     """Nodes that were lost or left in the attempt, except the node that is its root cause."""
 

@@ -12,10 +12,12 @@ from regrow.explain.findings import DECIDING, begin_of, last_event_of, lease_ove
 from regrow.explain.peers import last_step_of, what_peers_did, what_ranks_did
 from regrow.explain.scene import Scene
 from regrow.explain.words import FROM_OUTSIDE, many_ranks, relative, seconds
+from regrow.utils import name_hosts
 
 _SHOWN_S = 0.0005
 _CAUSES = {"SIGNALED": "stop", "STOPPED": "stop", "ERROR": "node"}
-_LOST = "the rendezvous could not be reached any more"
+_LEASE_OVER = "the lease was over"
+_LOST_INFRASTRUCTURE = 75  # the exit code after which a scheduler may start the job again
 
 
 def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
@@ -37,15 +39,17 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
     asked = scene.stop_asked(attempt)
     at = min([ended, *(at for at in (real(stopping, "monotonic"), asked) if at is not None)])
     if lost is not None and lost.at_s is not None:
-        at = begin_of(scene, lost) or 0.0
+        at = begin_of(lost) or 0.0
     timeline = tuple(_timeline(scene, attempt, at, ended, None if lost is None else lost.at_s))
     spent = scene.lost_time(attempt or 0, None, at, unfinished=False)
     code = story.exit_code
     again = scene.requeued_after_s
-    who = "the job" if lost is None else "its agent"
+    who = "the job" if lost is None else f"the agent of host {text(finished, 'host') or '?'}"
     outcome = f"{who} ended with exit code {code}" if code is not None else f"{who} ended"
     if again is not None:
-        outcome += f"; it was started again {seconds(again)} later"
+        outcome += f"; the job was started again {seconds(again)} later"
+    elif code == _LOST_INFRASTRUCTURE:
+        outcome += " (the job may be started again)"
     yield Explanation(
         story_number=None if lost is None else story.numbered[-1][0],
         attempt=attempt,
@@ -56,6 +60,7 @@ def explain_end(scene: Scene, lost: Failure | None) -> Iterator[Explanation]:
         host=text(finished, "host"),
         at_s=at,
         noticed_s=None if lost is None else lost.at_s,
+        noticed="" if lost is None or lost.is_host_lost else "its lease was over",
         evidence=tuple(_evidence(scene, stopping, attempt, lost)),
         peers=what_ranks_did(scene, attempt, at)
         if lost is None
@@ -126,8 +131,10 @@ def _title(scene: Scene, stopping: Record) -> str:
     if story.state == "STOPPED":
         return story.reason or "all ranks stopped at the same step"
     if lost := scene.first("rendezvous.lost"):
-        host = _server_host(scene)
-        return f"{_LOST}: {text(lost, 'why') if host is None else f'host {host} served it'}"
+        hosts = sorted({text(event, "host") or "?" for event in scene.named("rendezvous.lost")})
+        server = _server_host(scene)
+        why = f": {text(lost, 'why')}" if server is None else f" (host {server} served it)"
+        return f"{name_hosts(hosts, len(hosts))} could not reach the rendezvous any more{why}"
     return f"an error ended the job: {story.reason}"
 
 
@@ -146,10 +153,10 @@ def _evidence(
         yield from lease_over(scene, lost.attempt)
         if (host := _server_host(scene)) is not None:
             own = [event for event in scene.events if text(event, "host") == host]
-            yield from last_event_of(own, lost.at_s, "the lease was over")
+            yield from last_event_of(own, lost.at_s, _LEASE_OVER)
         step, at = last_step_of(scene, lost.attempt, lost.rank)
         if step is not None:
-            when = relative(at, lost.at_s, "the lease was over")
+            when = relative(at, lost.at_s, _LEASE_OVER)
             yield Fact("last step", f"rank {lost.rank}: step {step}, {when}".rstrip(", "))
     if story.signal and not story.asked_by:
         yield Fact("signal", f"{story.signal} to the agent, for example by a scheduler or a person")

@@ -145,8 +145,10 @@ class Explanation:
     """When it began, in seconds since the start of the run."""
     noticed_s: float | None = None
     """When regrow could notice it, if that was much later: the end of a silence or of a process."""
+    noticed: str = ""
+    """What happened then, as a clause, where the cause does not say it."""
     time: float | None = None
-    """The same in seconds since the epoch."""
+    """`at_s` in seconds since the epoch."""
     injected: str | None = None
     """The fault of `--chaos` that caused it."""
     evidence: tuple[Fact, ...] = ()

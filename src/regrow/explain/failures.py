@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from regrow.events import Failure, PlannedRestart
-from regrow.events.evidence import integer, real, stopped_with, text
+from regrow.events.evidence import integer, real, restarts_left, stopped_with, text
 from regrow.explain import ladder, long_settings
 from regrow.explain.explanation import Cost, Explanation, Fact, Phase
 from regrow.explain.findings import DECIDING, begin_of, event_of, evidence_of, title_of
@@ -24,7 +24,7 @@ _NO_FAILURE = Fact("failure", "none: no worker failed, and no host was lost")
 def explain_failure(scene: Scene, failure: Failure, number: int | None) -> Explanation:
     """Explain the failure that ended an attempt; `number` is that of the story."""
     event = event_of(scene, failure)
-    begin = begin_of(scene, failure)
+    begin = begin_of(failure)
     exited = real(event, "exited_monotonic")
     lost = _lost_time(scene, failure, begin)
     timeline = tuple(_timeline(scene, failure, begin, lost.redone_s, exited))
@@ -131,7 +131,7 @@ def _action(scene: Scene, failure: Failure) -> Iterator[str]:
     if step is not None and step.attempt != failure.restarted_attempt:
         yield f"attempt {failure.restarted_attempt} failed too; attempt {step.attempt} made steps"
     is_charged = failure.cause != "node"
-    left = _restarts_left(scene, failure.attempt, charged=is_charged)
+    left = restarts_left(scene.named("job.restarting", failure.attempt), charged=is_charged)
     if not is_charged:
         yield "it spent no restart of --max-restarts"
     elif left is not None:
@@ -275,7 +275,9 @@ def _cost(
         which=_which(scene, ended) if lost.workers == lost.all_workers else "",
         buckets=lost.seconds,
         restarts=1 if spends else 0,
-        restarts_left=_restarts_left(scene, ended.attempt, charged=bool(spends)),
+        restarts_left=restarts_left(
+            scene.named("job.restarting", ended.attempt), charged=bool(spends)
+        ),
         why_unknown="" if went_on else _why_unknown(scene),
     )
 
@@ -303,16 +305,3 @@ def _reason(change: PlannedRestart) -> str:
     return (
         f"{_joined(change)} asked to join" if change.reason.endswith(" to join") else change.reason
     )
-
-
-def _restarts_left(scene: Scene, attempt: int, *, charged: bool) -> int | None:
-    """Return how many restarts were left after the end of an attempt.
-
-    A node that only learned of a charged failure has not counted it yet when it restarts.
-    """
-    found = []
-    for event in scene.named("job.restarting", attempt):
-        if (left := integer(event, "restarts_left")) is not None:
-            counted = not charged or text(event, "reason") == "worker failure"
-            found.append(max(left if counted else left - 1, 0))
-    return min(found, default=None)

@@ -192,6 +192,8 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
         counts = f"counts the {seconds(silence)} from {since}"
         yield Fact("counted", f"the new server on host {server.host} {counts}")
     what, has_left = noticed(scene, failure), failure.has_left
+    if has_left and _SIGNALED.search(failure.what) is not None:
+        yield Fact("sent by", "unknown: a person, a script or a scheduler")
     if not has_left:
         own = [event for event in scene.events if agent_of(event) == agent]
         yield from last_event_of(own, failure.at_s, what)
@@ -211,6 +213,9 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     yield from lease_over(scene, failure.attempt)
 
 
+_SIGNALED = re.compile(r"\bits agent got SIG[A-Z0-9]+$")
+
+
 def last_event_of(own: Sequence[Record], at: float | None, what: str) -> Iterator[Fact]:
     """Yield when a host wrote the last of its events before `at`, which is the time of `what`."""
     before = [event for event in own if at is None or _time(event) <= at]
@@ -226,6 +231,11 @@ def lease_over(scene: Scene, attempt: int) -> Iterator[Fact]:
         host, workers = text(event, "host"), integer(event, "workers")
         ranks = scene.ranks_of(agent_of(event), attempt)
         killed = many_ranks(ranks) if len(ranks) == workers else count(workers, "worker")
+        pids = [
+            integer(e, "pid") for e in scene.of_agent(agent_of(event), "worker.failed", attempt)
+        ]
+        if len(ranks) == workers == len(pids) == 1:
+            killed += f" (pid {pids[0]})"
         yield Fact("lease over", f"{without_answer(host)}, and its guardian killed {killed}")
 
 
@@ -236,18 +246,12 @@ def _same_before(scene: Scene, failure: Failure) -> str:
     return f" {same[0]}" if len(same) == 1 else f"s {', '.join(same)}"
 
 
-def begin_of(scene: Scene, failure: Failure) -> float | None:
-    """Return when it began: if a worker hung or a host is silent, its last sign of life.
+def begin_of(failure: Failure) -> float | None:
+    """Return when it began: the last sign of life of a worker that hung, or of a silent host.
 
-    For a host that left with notice, when its agent got the signal: it then asked the ranks to
-    stop at one step, or else began to stop its own.
+    For a host that left with notice, when its agent got the signal.
     """
-    at = failure.at_s
-    if at is not None and failure.has_left:
-        own = scene.of_agent(scene.lost_agent(failure.attempt), "job.stopping", failure.attempt)
-        asked = scene.stop_asked(failure.attempt)
-        return min([at, *map(_time, own), *([] if asked is None else [asked])])
-    return None if at is None else at - failure.silent_s
+    return None if failure.at_s is None else failure.at_s - failure.silent_s
 
 
 def suspension_of(scene: Scene, failure: Failure | InProcessRestart | Expiry) -> Record:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Set
@@ -137,19 +136,18 @@ def _explained(
     if redone_s and lasted is not None and redone:
         again = f"{count(redone, 'step')} done again"
         timeline = (*timeline, Phase("redoing", lasted, lasted + redone_s, again))
-    host, pid = _process(scene, restart, ended)
     return Explanation(
         attempt=restart.attempt,
         iteration=restart.iteration,
-        title=f"{worker(restart.rank, host, pid)} {did}",
+        title=f"{worker(restart.rank, restart.host, restart.pid)} {did}",
         cause=restart.cause,
         rung=2 if restart.replaced else 1,
         outcome=f"the function was called again (iteration {restart.iteration})"
         + (f" on {count(restart.world_size, 'rank')}" if restart.world_size is not None else "")
         + _went_on(event, redone, end.last_step),
         rank=restart.rank,
-        host=host,
-        pid=pid,
+        host=restart.host,
+        pid=restart.pid,
         at_s=begin,
         noticed_s=restart.at_s if silent else None,
         injected=_injected(event, ended, recorded.raised_before(restart)),
@@ -196,25 +194,6 @@ def _end_of(scene: Scene, restart: InProcessRestart, kind: str) -> Record:
         if integer(event, "rank") == restart.rank
     ]
     return end_of(kind, restart.at_s, ends)
-
-
-def _process(
-    scene: Scene, restart: InProcessRestart, ended: Record
-) -> tuple[str | None, int | None]:
-    """Return the host and the process id of the faulty rank at that time."""
-    if ended:
-        return text(ended, "host"), integer(ended, "pid")
-    host = pid = None
-    for event in scene.named("attempt.started", restart.attempt):
-        pids = event.get("pids")
-        found = integer(pids, str(restart.rank)) if isinstance(pids, dict) else None
-        if found is not None:
-            host, pid = text(event, "host"), found
-    until = restart.at_s or 0.0
-    for event in reversed(scene.between("worker.replaced", restart.attempt, -math.inf, until)):
-        if integer(event, "rank") == restart.rank:
-            return host, integer(event, "pid")
-    return host, pid
 
 
 def _evidence(
@@ -281,7 +260,7 @@ def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int
     size = integer(started, "world_size")
     yield from places_of_others(restart.rank, restart.timer.compared if restart.timer else ())
     if (step := integer(event, "last_step")) is not None:
-        yield f"the ranks on host {host} had made at most step {step}"
+        yield f"the furthest rank on host {host} had made step {step}"
     if size is not None and size <= _MOST_RANKS and restart.lost_count <= len(restart.lost):
         others = [rank for rank in range(size) if rank not in gone]
         if others:

@@ -27,7 +27,7 @@ RECONNECT_S = 10.0
 TO_END_S = 1.0
 """Longest time of an agent from that limit to its end, in seconds."""
 _SHOWN_S = 0.0005
-_DEFAULT = "the default"
+_DEFAULT = "not set: defaults"
 _SHUTDOWN = "--shutdown-timeout"
 _RESTART = "--restart-timeout"
 _KEEP_ALIVE = "--rdzv-conf keep_alive_interval, keep_alive_max_attempt"

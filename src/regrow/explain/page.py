@@ -77,7 +77,7 @@ def heading(each: Explanation) -> str:
 
 
 _BEGUN = {
-    "node": ("no sign of training after", "the loss was noticed"),
+    "node": ("no sign of training{on} after", "the loss was noticed"),
     "hang": ("silent from", "given up"),
     "heartbeat": ("silent from", "given up"),
 }
@@ -93,9 +93,9 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
     if each.at_s is not None and each.noticed_s is not None:
         later, clock = seconds(each.noticed_s - each.at_s), _clock(each.noticed_s, _day(each))
         begun, noticed = _BEGUN.get(each.cause, ("", "the process ended"))
-        where = f"on host {each.host}, " if each.cause == "node" and each.host else ""
-        when = [where + (f"{begun} {part.removeprefix('at ')}" if begun else part) for part in when]
-        when.append(f"and {noticed} {later} later{clock and f' at {clock}'}")
+        begun = begun.format(on=f" on host {each.host}" if each.host else "")
+        when = [f"{begun} {part.removeprefix('at ')}" if begun else part for part in when]
+        when.append(f"and {each.noticed or noticed} {later} later{clock and f' at {clock}'}")
     if each.run > 1:
         when.append(f"in run {each.run} of the job")
     if each.attempt is not None:

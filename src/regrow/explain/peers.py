@@ -103,6 +103,8 @@ def places_of_others(rank: int | None, compared: Iterable[str]) -> list[str]:
 
 def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]:
     what = silence_of(failure) or "the failure"
+    if failure.cause == "node":
+        what = "the lease was over"
     if failure.is_host_lost:
         begin, what = failure.at_s, noticed(scene, failure)
     left_out = set() if failure.rank is None else {failure.rank}
@@ -125,7 +127,8 @@ def _by_step(
         started = scene.named("attempt.started", attempt)
         hosts = [text(e, "host") for e in started if {*integers(e, "ranks")} & {*unknown}]
         where = f" on host {hosts[0]}" if len(hosts) == 1 else ""
-        yield f"{many_ranks(unknown)}{where}: unknown, the log of the host ends before that"
+        logs = f"the log of host {hosts[0]} ends" if where else "the logs of their hosts end"
+        yield f"{many_ranks(unknown)}{where}: unknown, {logs} before {what}"
     groups: dict[tuple[int | None, str], list[int]] = {}
     for rank, mark in marks.items():
         if not mark.is_known:

@@ -12,11 +12,13 @@ from regrow.events import Story, story
 from regrow.events.accounts import accounts_of
 from regrow.events.clocks import on_one_clock
 from regrow.events.evidence import (
+    STOP_EVENTS,
     Hosts,
     Record,
     integer,
     integers,
     real,
+    stop_asked,
     strings,
     text,
 )
@@ -131,12 +133,7 @@ class Scene:
 
     def stop_asked(self, attempt: int | None) -> float | None:
         """Return when an agent first asked that the ranks of an attempt stop at the same step."""
-        asked = (
-            (real(event, "monotonic"), real(event, "decided_after_s") or 0.0)
-            for name in ("stop.requested", "stop.decided", "stop.failed")
-            for event in self.named(name, attempt)
-        )
-        return min((at - after for at, after in asked if at is not None), default=None)
+        return stop_asked(event for name in STOP_EVENTS for event in self.named(name, attempt))
 
     def failed_before(self, what: str, attempt: int) -> list[int]:
         """Return the latest attempts before another one that ended by the same failure."""

@@ -24,6 +24,9 @@ def stamped(text: str) -> str:
 def time_stamp(since_s: float, started_at: float | None) -> str:
     """Return a time for display, such as `15:20:54 +0.3s`.
 
+    The time is rounded to tenths of a second before the rest is cut off. So the same moment, shown
+    with tenths elsewhere, has the same second.
+
     Args:
         since_s: seconds since the start of the job.
         started_at: time of day of that start, in seconds since the epoch; None: unknown. The time
@@ -33,7 +36,8 @@ def time_stamp(since_s: float, started_at: float | None) -> str:
     if started_at is None:
         return since
     try:
-        return f"{time.strftime('%H:%M:%S', time.localtime(started_at + since_s))} {since}"
+        at = time.localtime(round(started_at + since_s, 1))
+        return f"{time.strftime('%H:%M:%S', at)} {since}"
     except (ValueError, OverflowError, OSError):  # a time outside the platform's calendar
         return since
 
