@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.explained.record import STORIES, stories
+from helpers.stories import without_times
 from regrow.agent.decisions.decide import QUICK_S, SHARED_BACKOFF_CAP_S, backoff
 from regrow.events import read_events, story
 from regrow.explain import Explanation, Phase, draw, explain, list_of, page
@@ -989,3 +990,36 @@ def test_a_worker_that_hung_and_was_replaced_too_late_was_ended_by_its_timer() -
     assert first.title.endswith("hung: it exceeded its timer 'load' of 1.5 s")
     assert facts(first)["exit"] == "regrow ended it with SIGKILL, because its timer expired"
     assert "sent by" not in facts(first)
+
+
+@pytest.mark.parametrize("name", stories())
+def test_the_pages_of_a_job_that_succeeded_cost_what_its_story_lost(name: str) -> None:
+    logs = recorded(name)
+    told = story(event for events in logs.values() for event in events)
+    if told.state != "SUCCEEDED":
+        return  # its last page is about the end of the job, which the story does not count as lost
+    costs = [each.cost.seconds or 0.0 for each in list(explain(logs).values())[-1]]
+    lost = told.losses.total_s if told.losses is not None else 0.0
+    assert lost == pytest.approx(sum(costs), abs=0.001)
+
+
+def test_a_worker_that_was_paused_is_not_told_as_hung_by_itself() -> None:
+    told = story(event for events in recorded("sigstop-heartbeat").values() for event in events)
+    text = without_times(told.render(200))
+    assert "was paused by SIGSTOP: no heartbeat for 8.1 s, so it was killed by SIGKILL" in text
+    assert re.search(r"detected after +7\.5 s +\(since it was paused\)", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("replaced-and-fails-again", "no restarts left"),
+        ("crash-loop", "2 restarts left"),
+        ("host-lost", None),
+    ],
+)
+def test_the_story_says_how_many_restarts_a_failure_has_left(name: str, left: str | None) -> None:
+    told = story(event for events in recorded(name).values() for event in events).render()
+    (restarted, *_) = re.findall(r"restarted after [^(]*\(([^)]*)\)", told)
+    found = " ".join(restarted.split()).rpartition("; ")[2]
+    assert found == (left or "all 2 workers started again")
