@@ -81,6 +81,7 @@ SHARED = {
     "agent.features.stop_agreement",
     "cli.args",
     "events.clocks",
+    "events.accounts",
     "events.evidence",
     "events.in_process",
     "events.live_report",

@@ -53,7 +53,7 @@ def test_the_workers_run_on_the_budget_is_kept_and_the_story_names_the_cause(
         assert "SUCCEEDED" in output
         assert "with 1 restart\n" in output, "the ends of the server cost none"
     story = " ".join(ended[0][1].split())
-    assert story.count("was killed by SIGKILL; another one took over after") == 2
+    assert story.count("was killed by SIGKILL; its agent had started another one after") == 2
     assert "the store server on host" in story
 
 

@@ -92,7 +92,8 @@ def test_a_hung_worker_is_reaped_explained_and_started_again(
     record_property("from deadline to death, s", dead - deadline)
     assert story(read_events(job.log_dir)).render() in job.stderr
     output = " ".join(job.stderr.split())
-    assert re.search(rf"rank 0 .* hung: {OVER} .* killed by SIGKILL", output)
+    did = "was paused by SIGSTOP" if wait == SUSPENDED else "hung"
+    assert re.search(rf"rank 0 .* {did}: {OVER} .* killed by SIGKILL", output)
     assert f"location {stood}" in output
     if wait != SUSPENDED:
         assert "in wait" in stacks_of(job)

@@ -41,7 +41,7 @@ def test_a_killed_guardian_is_the_cause_and_not_the_death_of_rank_0() -> None:
         f"  failure 1 (attempt 0): on host here: {KILLED}, and the workers of this host with it",
         "    detected after   3.0 ms",
         "    restarted after  500 ms     (all 2 workers started again)",
-        "  500 ms lost: detecting 3.0 ms, starting 497 ms, redoing steps "
+        "  500 ms lost: detecting 3.0 ms, stopping 97 ms, starting 400 ms, redoing steps "
         "unknown: the script does not call regrow.step",
     ]
 
@@ -59,6 +59,6 @@ def test_a_death_during_a_suspension_of_the_guardian_has_an_unknown_delay() -> N
         "    detected after   an unknown delay: the guardian, which watches the workers, was "
         "paused",
         "    restarted after  500 ms     (since its detection; all 2 workers started again)",
-        "  500 ms lost: starting 500 ms, redoing steps "
+        "  500 ms lost: stopping 100 ms, starting 400 ms, redoing steps "
         "unknown: the script does not call regrow.step",
     ]

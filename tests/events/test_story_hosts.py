@@ -136,7 +136,7 @@ def test_a_host_that_joins_after_a_loss_has_it_in_its_story() -> None:
         "with 1 membership change\n"
         f"  failure 1 (attempt 0): host there (10.0.0.2, node rank 1): {why}\n"
         "    restarted after  500 ms     (since host here (10.0.0.3) was notified; all 4 workers "
-        "started again)\n"
+        "started)\n"
         "    joined           host here\n"
         "  4.5 s of 30 s lost: detecting 4.0 s, starting 500 ms, redoing steps unknown: the script "
         "does not call regrow.step"

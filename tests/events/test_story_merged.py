@@ -114,12 +114,12 @@ with 1 restart and 2 membership changes
 22:13:22  +2.0s     detected after   1.0 ms
 22:13:22  +2.6s     restarted after  600 ms     (all 4 workers started again)
 22:13:30 +10.0s   attempt 1 was stopped without a failure: 1 node waits to join
-22:13:30 +10.6s     restarted after  600 ms     (all 6 workers started again)
+22:13:30 +10.6s     restarted after  600 ms     (all 6 workers started)
 22:13:30 +10.6s     joined           host node3 (10.0.0.3)
 22:13:40 +20.0s   failure 2 (attempt 2): host node3 (node rank 2): no heartbeat arrived for 4 s
 22:13:40 +20.6s     restarted after  600 ms     (since host node1 was notified; all 4 workers \
 started again)
-22:13:50 +30.0s   5.8 s of 30 s lost: detecting 4.0 s, starting 1.8 s, redoing steps unknown: \
+22:13:50 +30.0s   5.8 s of 30 s lost: detecting 4.0 s, stopping 299 ms, starting 1.5 s, redoing steps unknown: \
 the script does not call regrow.step"""
 
 

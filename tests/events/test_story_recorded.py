@@ -19,7 +19,7 @@ def lines(name: str) -> list[str]:
 def test_a_worker_that_the_guardian_killed_for_the_lease_is_a_loss_of_the_rendezvous() -> None:
     found = lines("rendezvous-lost")
     assert (
-        "  failure 1 (attempt 0): rank 1 on host node2 (pid 24) was killed by its guardian, "
+        "  failure 1 (attempt 0): rank 1 on host node2 (10.71.0.2, pid 24) was killed by its guardian, "
         "because the lease of its host was over: host node2 got no answer from the rendezvous"
     ) in found
     assert "    detected after   2.3 s      (since the last step)" in found
@@ -39,7 +39,7 @@ def test_a_replacement_whose_attempt_failed_too_is_in_the_story_with_its_seconds
     first, cut, after, replaced, *_, total = lines("replaced-and-fails-again")
     assert first.endswith("SUCCEEDED after 2.3 s with 1 restart and 1 replacement")
     assert cut == (
-        "  in-process restart (iteration 1): rank 1 on host node0 (pid 13458) was killed by SIGKILL"
+        "  replacement (iteration 1): rank 1 on host node0 (pid 13458) was killed by SIGKILL"
     )
     assert after == "    cut short after  46 ms"
     assert replaced == (

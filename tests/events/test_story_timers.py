@@ -82,7 +82,7 @@ def test_a_hang_is_shown_with_its_timer_its_place_and_the_other_workers() -> Non
         "    stacks           logs/attempt_0/1/stacks.42.txt",
         "    error file       logs/attempt_0/1/error.json",
         "    detected after   2.0 s      (since its last sign of life)",
-        "    restarted after  50 ms      (since its detection; all 3 workers started again)",
+        "    restarted after  50 ms      (since it was given up; all 3 workers started again)",
         "  2.0 s of 20 s lost: detecting 2.0 s, starting 30 ms, redoing steps unknown: the script "
         "does not call regrow.step",
     ]

@@ -21,8 +21,8 @@ final test accuracy 0.9805
 regrow: job 1 (train_digits.py, 2 workers on 1 node) SUCCEEDED after 21.4 s with 1 restart
   failure 1 (attempt 0): rank 1 on host vm (pid 20903) was killed by SIGKILL
     detected after   0.5 ms
-    restarted after  95.1 ms    (all 2 workers started again)
-    first step after 6.50 s     (rank 0, step 136)
+    restarted after  95.1 ms    (all 2 workers started again; 2 restarts left)
+    first step after 6.50 s     (rank 0 had made step 136)
     work lost        15 steps   (step 150 reached, resumed from step 135)
 """
 

@@ -308,9 +308,9 @@ def test_a_silence_longer_than_its_limit_is_explained_by_the_takeover() -> None:
     assert "another server took over" in found.long[0].text
     assert found.long[0].seconds == pytest.approx(found.timeline[1].end_s)
     assert facts(found)["counted"] == (
-        "the new server on host node2 counts the 4.0 s from 493 ms before its takeover"
+        "the new server on host node2 counts the 4.0 s from 495 ms before its takeover"
     )
-    assert "the new server counts the time from 493 ms before its takeover" in found.long[0].text
+    assert "the new server counts the time from 495 ms before its takeover" in found.long[0].text
 
 
 def test_the_new_process_is_part_of_the_barrier_that_waits_for_it() -> None:
@@ -452,8 +452,8 @@ def test_the_time_of_a_loss_is_when_it_was_noticed_and_since_when_training_stood
     assert found.at_s < noticed
     text = " ".join(page(found).split())
     assert re.search(
-        r"no sign of training after [\d:]{8}\.\d, \S+ m?s after the start of the job, and the loss"
-        r" was noticed \S+ m?s later at [\d:]{8}\.\d, in attempt 0;",
+        r"no sign of training after [\d:]{8}\.\d\d, \S+ m?s after the start of the job, and the loss"
+        r" was noticed \S+ m?s later at [\d:]{8}\.\d\d, in attempt 0;",
         text,
     )
 
@@ -473,7 +473,7 @@ def test_a_job_that_regrow_stop_ended_by_a_signal_names_the_command() -> None:
 def test_an_in_process_restart_shows_the_last_step_of_the_rank_and_the_next_one(name: str) -> None:
     (found,) = changed(name, "inprocess.raised", last_step=35)
     assert facts(found)["last step"] == "step 35"
-    assert found.peers[0] == "the furthest rank on host node0 had made step 36"
+    assert found.peers[0] == "the furthest rank on host node0 (rank 1 included) had made step 36"
     assert found.outcome.endswith("training went on with step 31")
 
 
@@ -520,7 +520,7 @@ def test_a_host_that_leaves_with_notice_is_not_silent() -> None:
     notice = "the notice of host node3 reached the other hosts"
     assert shown["last step"] == f"step 25, 13 ms before {notice}"
     assert shown["its workers"] == f"had ended 0.8 ms after {notice}"
-    assert found.peers == (f"ranks 0, 1 had made step 25, the last of them 8.3 ms before {notice}",)
+    assert found.peers == (f"ranks 0, 1 had made step 25, the last of them 6.1 ms before {notice}",)
     assert shown["exit"] == "exit code 143 of its agent"
 
 
@@ -579,12 +579,12 @@ def test_a_lost_rendezvous_names_its_host_and_the_ranks_that_the_guardian_killed
     assert facts(found)["last event"].startswith("in the log of host node1: 2.9 s before the lease")
     assert re.match(r"rank 1: step 25, \S+ s before the lease was over", facts(found)["last step"])
     assert "stopped the workers" not in page(found)
-    assert any(line.startswith("the guardian killed the workers") for line in found.action)
+    assert any(line.startswith("the guardian of host node2 killed its workers") for line in found.action)
     assert found.outcome == (
         "the agent of host node2 ended with exit code 75 (the job may be started again)"
     )
-    assert "no sign of training on host node2 after 14:13:20.7" in page(found)
-    assert "its lease was over 2.3 s later at 14:13:23.0" in " ".join(page(found).split())
+    assert "no sign of training on host node2 after 14:13:20.69" in page(found)
+    assert "its lease was over 2.3 s later at 14:13:23.02" in " ".join(page(found).split())
     assert found.cost.buckets["meeting"] == pytest.approx(found.timeline[1].length_s, abs=0.01)
     assert found.peers == (
         "rank 0 on host node1: unknown, the log of host node1 ends before the lease was over",
@@ -663,7 +663,7 @@ def test_a_search_is_as_long_as_its_setting_or_is_not_explained_by_it() -> None:
 def test_the_silence_of_a_killed_agent_is_its_time_to_connect_again() -> None:
     (found,) = changed("agent-killed", "")
     silent = found.timeline[0]
-    assert silent.meaning == "no new step; waited for its agent"
+    assert silent.meaning == "no new step; waited for that agent"
     assert 0.5 <= silent.length_s < 1.0
 
 
@@ -747,7 +747,7 @@ def test_the_first_repeated_step_is_part_of_the_steps_and_not_of_the_startup() -
 def test_the_time_of_a_failure_says_what_happened_then(name: str, words: str) -> None:
     found = list(explain(recorded(name)).values())[-1][-1]
     text = " ".join(page(found).split())
-    assert re.search(words.replace("TIME", r"[\d:]{8}\.\d"), text)
+    assert re.search(words.replace("TIME", r"[\d:]{8}\.\d\d"), text)
 
 
 def test_the_two_times_of_a_loss_differ_by_the_seconds_between_them() -> None:
@@ -756,7 +756,7 @@ def test_the_two_times_of_a_loss_differ_by_the_seconds_between_them() -> None:
     times = re.search(r"after \d+:\d+:(\S+), .* noticed (\S+) s later at \d+:\d+:(\S+), in", text)
     assert times is not None
     begin, seconds, end = map(float, times.groups())
-    assert end - begin == pytest.approx(seconds)
+    assert end - begin == pytest.approx(seconds, abs=0.05 + 0.01)  # as rounded, and as cut off
 
 
 def test_a_lost_rendezvous_says_when_the_last_answer_came() -> None:
@@ -794,7 +794,7 @@ def test_a_host_that_was_left_behind_is_not_said_to_be_without_processes(
     [
         (
             "sigkill",
-            "the process of rank 1 had ended, and the other ranks were in no function with",
+            "the process of rank 1 had ended, and was in no function with",
         ),
         ("out-of-memory", "the process of rank 1 had ended"),
         ("exit-code", "the process of rank 1 had ended"),
@@ -847,7 +847,7 @@ def test_a_wrong_time_of_day_on_a_host_changes_no_cost(name: str) -> None:
     for event in logs["host1.jsonl"]:
         event["time"] += 0.9
     (wrong,) = list(explain(logs).values())[-1]
-    assert wrong.cost.before_s == pytest.approx(right.cost.before_s)
+    assert wrong.cost.before_s == pytest.approx(right.cost.before_s, abs=1e-6)
     assert wrong.cost.worker_seconds == pytest.approx(right.cost.worker_seconds)
 
 
@@ -855,7 +855,7 @@ def test_a_silence_of_a_host_begins_with_a_heartbeat_before_its_last_step() -> N
     (found,) = list(explain(recorded("host-lost")).values())[-1]
     (held,) = found.long
     before = found.timeline[0].length_s
-    assert held.text.endswith("after its last heartbeat, which came 941 ms before the last step")
+    assert held.text.endswith("after its last heartbeat, which came about 928 ms before the last step")
     assert before + 0.941 == pytest.approx(4.0, abs=0.05)
 
 
@@ -867,7 +867,7 @@ def test_the_time_of_the_ranks_that_waited_for_a_lost_host_is_detection() -> Non
 
 def test_ranks_that_went_on_without_another_one_are_counted() -> None:
     (found,) = list(explain(recorded("continues-without")).values())[-1]
-    assert found.action[0].startswith("went on without rank 1, with 2 of 3 workers; `regrow good")
+    assert found.action[0].startswith("went on without rank 1, with 2 of 3 workers; the bucket lost ranks of `regrow good")
     assert "of all 2 workers that went on" in " ".join(page(found).split())
 
 
@@ -1016,10 +1016,11 @@ def test_a_worker_that_was_paused_is_not_told_as_hung_by_itself() -> None:
         ("replaced-and-fails-again", "no restarts left"),
         ("crash-loop", "2 restarts left"),
         ("host-lost", None),
+        ("host-preempted", None),
     ],
 )
 def test_the_story_says_how_many_restarts_a_failure_has_left(name: str, left: str | None) -> None:
     told = story(event for events in recorded(name).values() for event in events).render()
-    (restarted, *_) = re.findall(r"restarted after [^(]*\(([^)]*)\)", told)
+    restarted = without_times(told).partition("restarted after ")[2].partition("first step")[0]
     found = " ".join(restarted.split()).rpartition("; ")[2]
-    assert found == (left or "all 2 workers started again")
+    assert found == f"{left or 'all 2 workers started again'})"

@@ -19,6 +19,7 @@ from regrow.events.evidence import (
     Record,
     Steps,
     integer,
+    integers,
     one_line,
     process,
     real,
@@ -157,6 +158,7 @@ class _StoryBuilder:
                 [*in_place, *unfinished],
                 reports_steps=bool(self.with_steps),
                 redone_s=self._redone_s(),
+                ends_s=self._ends_s(finished),
             ),
             addresses=self.hosts.addresses,
             helpers=(*self._helpers(), *self._chaos()),
@@ -190,7 +192,7 @@ class _StoryBuilder:
         for helper, flag in (("template", "--preload"), ("standby", "--standby")):
             for ready in self.by_name[f"regrow.{helper}.ready"][:1]:
                 size = (integer(ready, "resident_bytes") or 0) / 1e6
-                lines.append(f"a {helper} ({flag}) takes {size:.0f} MB of memory")
+                lines.append(f"a {helper} ({flag}) took {size:.0f} MB of memory")
             ends = self.by_name[f"regrow.{helper}.gone"]
             lines += [
                 one_line(f"no {helper} ({flag}) from then on: {text(end, 'reason') or '?'}")
@@ -257,6 +259,10 @@ class _StoryBuilder:
             (at for e in self.events if (at := real(e, "monotonic")) is not None), default=None
         )
         return since(last, min(map(_at, self.by_name["regrow.job.started"])))
+
+    def _ends_s(self, finished: Record) -> float | None:
+        """Return when a job that failed ended; None: it did not fail, or that is not recorded."""
+        return real(finished, "monotonic") if text(finished, "state") == "FAILED" else None
 
     def _with_silence(self, restart: InProcessRestart) -> InProcessRestart:
         """Return a restart with the seconds in which the rank whose timer expired was silent."""
@@ -497,7 +503,8 @@ class _StoryBuilder:
         following = self.numbers[bisect(self.numbers, number) :]
         restarted = next((n for n in following if self._starts(n)), None)
         starts = self._starts(restarted) if restarted is not None else []
-        start = next((e for e in starts if text(e, "host") == clock), {})
+        begun_at = [at for e in starts if (at := real(e, "monotonic")) is not None]
+        ended = [at for e in attempt.named[_ENDED] if (at := real(e, "monotonic")) is not None]
         first, first_at = self._first_step(number, clock)
         last = max((s.last_step for s in attempt.steps if s.last_step is not None), default=None)
         resumed_from = self._resumed_from(first)
@@ -507,11 +514,16 @@ class _StoryBuilder:
         return {
             "at_s": begun,
             "joined": self._joined(restarted),
-            "restarted_after_s": since(real(start, "monotonic"), begun),
+            "stopped_after_s": since(max(ended, default=None), begun),
+            "killed": tuple(
+                sorted({rank for e in attempt.named[_ENDED] for rank in integers(e, "killed")})
+            ),
+            "restarted_after_s": since(max(begun_at, default=None), begun),
             "restarted_attempt": restarted,
             "restarted_workers": integer(starts[0], "world_size") if starts else None,
             "forked_workers": sum(_length(start.get("forked")) for start in starts),
             "kept_workers": sum(_length(start.get("kept")) for start in starts),
+            "recorded_workers": sum(_length(start.get("ranks")) for start in starts),
             "backoff_s": _backoff(attempt) if restarted is not None else None,
             "first_step_after_s": since(first_at, begun),
             "first_step": first,

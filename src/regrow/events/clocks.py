@@ -13,8 +13,8 @@ kept, because it has the exact times.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -44,8 +44,18 @@ def on_one_clock(events: Iterable[Record]) -> tuple[list[Record], float | None]:
         by_host[_writer(event)].append(event)
     if not by_host:
         return known, None
-    reference = min(by_host, key=lambda host: (_start(by_host[host]), host))
-    delays = {host: _delay(by_host[reference], found) for host, found in by_host.items()}
+    anchors = {host: _anchors(found) for host, found in by_host.items()}
+    seen = Counter(anchor for found in anchors.values() for anchor in found)
+    # The host with the most common events, so that no delay rests on a single one by chance.
+    reference = min(
+        by_host,
+        key=lambda host: (
+            -sum(seen[anchor] > 1 for anchor in anchors[host]),
+            _start(by_host[host]),
+            host,
+        ),
+    )
+    delays = {host: _delay(reference, host, anchors, by_host) for host in by_host}
     first = [e for e in known if e.get("name") == _STARTED] or known
     starts = [
         (at + delays[_writer(event)], math.inf if time is None else time)
@@ -69,17 +79,22 @@ def _start(events: list[Record]) -> float:
     return min((time for time in times if time is not None), default=math.inf)
 
 
-def _delay(reference: list[Record], other: list[Record]) -> float:
+def _delay(
+    reference: str,
+    other: str,
+    anchors: Mapping[str, Mapping[_Anchor, float]],
+    by_host: Mapping[str, list[Record]],
+) -> float:
     """Return the seconds to add to the other host's clock to get that of the reference."""
-    if other is reference:
+    if other == reference:
         return 0.0
-    first, second = _anchors(reference), _anchors(other)
+    first, second = anchors[reference], anchors[other]
     common = [first[anchor] - second[anchor] for anchor in first.keys() & second.keys()]
     if common:
         return median(common)
     days = [
         [time - at for e in events if (time := real(e, "time")) and (at := real(e, "monotonic"))]
-        for events in (other, reference)
+        for events in (by_host[other], by_host[reference])
     ]
     return median(days[0]) - median(days[1]) if all(days) else 0.0
 

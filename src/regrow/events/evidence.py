@@ -228,7 +228,8 @@ class Hosts:
 
     def __init__(self, events: Iterable[Record]) -> None:
         self._addresses: dict[str, set[str]] = {}
-        for event in events:
+        known = list(events)
+        for event in known:
             nodes = event.get("nodes")
             lost = nodes if isinstance(nodes, list) else []
             found = [text(each, "node") for each in [event, *lost] if isinstance(each, Mapping)]
@@ -236,6 +237,12 @@ class Hosts:
             for id in filter(None, [*found, *seated]):
                 address, name = host_of(id)
                 self._addresses.setdefault(name, set()).add(address)
+        for event in known:
+            servers = [text(event, "leader"), *strings(event, "successors")]
+            rank, host = integer(event, "group_rank"), text(event, "host")
+            own = servers[rank] if rank is not None and 0 <= rank < len(servers) > 1 else None
+            if host is not None and own is not None and servers.count(own) == 1:
+                self._addresses.setdefault(host, {own})
 
     def name(self, node: str) -> str:
         """Return one name for a node's host; with its address, if several hosts have the name."""

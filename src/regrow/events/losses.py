@@ -21,6 +21,7 @@ def losses(
     *,
     reports_steps: bool,
     redone_s: float | None = None,
+    ends_s: float | None = None,
 ) -> Losses | None:
     """Return the seconds lost by restarts; None if there was none, or their times are unknown.
 
@@ -31,46 +32,71 @@ def losses(
         redone_s: seconds in which steps were done again, also after in-process restarts; None if
             that is not recorded. Then the pace of the stopped attempts tells, for the restarts of
             all workers.
+        ends_s: when a job that failed ended. Its last failure lost the time until then.
     """
     known = [
         (each.at_s - _silent(each), _silent(each) + length, each)
         for each in restarts
-        if each.at_s is not None and (length := _length(each)) is not None
+        if each.at_s is not None and (length := _length(each, ends_s)) is not None
     ]
     timed = sorted(known, key=lambda restart: restart[0])
     in_process = sum(each.phases[-1][1] for each in in_place if each.phases)
-    if not timed and not in_process:
+    if not any(map(_went_on, timed)) and not in_process:
         return None
     detecting, pausing = sum(each.silent_s for each in in_place), 0.0
-    starting = searching = 0.0
+    stopping = starting = searching = 0.0
     for (at, length, each), after in zip_longest(timed, timed[1:]):
         end = after[0] if after is not None else None
         left = length if end is None else min(length, end - at)
         detected = each.detected_after_s if isinstance(each, Failure) else None
         detecting += (first := min(_silent(each) + (detected or 0.0), left))
         pausing += (pause := min(each.backoff_s or 0.0, left - first))
+        rest = left - first - pause
         if isinstance(each, Failure) and each.searched_s is not None:
-            searching += left - first - pause
+            searching += rest
+        elif each.restarted_attempt is None:
+            stopping += rest
         else:
-            starting += left - first - pause
+            stopped = (each.stopped_after_s or 0.0) - (detected or 0.0)
+            stopping += (stop := min(max(stopped, 0.0), rest))
+            starting += rest - stop
     known_steps = reports_steps or not timed
     redoing = None
     if known_steps:
         redoing = sum(each.work_lost_s or 0.0 for _, _, each in timed)
         redoing = redoing if redone_s is None else redone_s
-    total = detecting + pausing + starting + (redoing or 0.0) + in_process + searching
-    return Losses(total, detecting, pausing, starting, redoing, in_process, searching)
+    total = detecting + pausing + stopping + starting + (redoing or 0.0) + in_process + searching
+    return Losses(
+        total_s=total,
+        detecting_s=detecting,
+        pausing_s=pausing,
+        stopping_s=stopping,
+        starting_s=starting,
+        redoing_s=redoing,
+        in_process_s=in_process,
+        searching_s=searching,
+    )
+
+
+def _went_on(timed: tuple[float, float, Restart]) -> bool:
+    """Return whether a restart followed, or a search for the other hosts."""
+    restart = timed[2]
+    searched = isinstance(restart, Failure) and restart.searched_s is not None
+    return restart.restarted_attempt is not None or searched
 
 
 def _silent(restart: Restart) -> float:
     return restart.silent_s if isinstance(restart, Failure) else 0.0
 
 
-def _length(restart: Restart) -> float | None:
+def _length(restart: Restart, ends_s: float | None) -> float | None:
     """Return the seconds until training continued, or until the workers ran; None if unknown.
 
-    If the agent searched for the other hosts and found none: the seconds until it ended.
+    If the agent searched for the other hosts and found none, or if the job failed: the seconds
+    until it ended.
     """
+    if restart.restarted_attempt is None and ends_s is not None and restart.at_s is not None:
+        return max(ends_s - restart.at_s, 0.0)
     if isinstance(restart, Failure) and restart.searched_s is not None:
         return restart.searched_s
     return restart.restarted_after_s if restart.startup_s is None else restart.startup_s

@@ -48,7 +48,10 @@ def server_end(end: ServerEnd) -> Line:
     what = f"  the store server{where} (pid {end.pid}) {clean(end.how)}"
     if end.restarted_after_s is None:
         return end.at_s, f"{what}, and no other one took over: {clean(end.reason or 'unknown')}"
-    return end.at_s, f"{what}; another one took over after {duration(end.restarted_after_s)}"
+    return (
+        end.at_s,
+        f"{what}; its agent had started another one after {duration(end.restarted_after_s)}",
+    )
 
 
 def failed(story: Story, number: int | None, failure: Failure) -> Block:
@@ -80,6 +83,7 @@ def failed(story: Story, number: int | None, failure: Failure) -> Block:
                 ("as a result", _consequences(failure), ""),
                 _also_hung_row(failure),
                 _detected_row(failure),
+                _killed_row(failure),
                 _restart_row(story, failure),
                 _step_row(story, failure),
                 ("joined", _joined(failure), ""),
@@ -94,6 +98,7 @@ def planned_restart(story: Story, restart: PlannedRestart) -> Block:
     reason = clean(restart.reason)
     heading = f"  attempt {restart.attempt} was stopped without a failure: {reason}"
     rows: list[Row] = [
+        _killed_row(restart),
         _restarted_row(restart),
         ("joined", _joined(restart), ""),
         _step_row(story, restart),
@@ -150,6 +155,14 @@ def _detected_row(failure: Failure) -> Row:
     return "detected after", value, note, _later(failure, after)
 
 
+def _killed_row(cost: RestartCost) -> Row:
+    """Return when the workers had ended, if some had to be killed for it."""
+    killed, after = _ranks(cost.killed), cost.stopped_after_s
+    if not killed or after is None:
+        return "ended after", "", ""
+    return "ended after", duration(after), f"{killed} had to be killed", _later(cost, after)
+
+
 def _since(timer: Expiry | None) -> str:
     is_paused = timer is not None and timer.paused_by is not None
     return "since it was paused" if is_paused else "since its last sign of life"
@@ -160,8 +173,12 @@ def _restart_row(story: Story, failure: Failure) -> Row:
         host = f"host {clean(failure.notified)}" if failure.notified else "this host"
         since = f"since {host} was notified" if failure.elsewhere else ""
         is_later = failure.noticed_late or (failure.silent_s and not since)
+        if failure.timer is not None and is_later:
+            since = "since it was given up"
+        elif is_later:
+            since = "since its detection"
         budget = _budget(failure.restarts_left)
-        return _restarted_row(failure, "since its detection" if is_later else since, budget)
+        return _restarted_row(failure, since, budget)
     value, note = "no restarts left", ""
     if story.state is None:
         value = "the log ends here"
@@ -193,9 +210,13 @@ def _restarted_row(cost: RestartCost, since: str = "", budget: str = "") -> Row:
         how = "" if not forked else ", from the template"
         if 0 < forked < workers:
             how = f", {forked} of them from the template"
-        again = f"{started} started again{how}"
-        if cost.kept_workers:
-            again = f"{started} run again; those of this node in the same processes"
+        again = f"{started} {'started' if cost.joined else 'started again'}{how}"
+        if cost.kept_workers == workers:
+            again = f"{started} run again, in the same processes"
+        elif cost.kept_workers and cost.recorded_workers == workers:
+            again = f"{started} run again, {cost.kept_workers} of them in the same processes"
+        elif cost.kept_workers:
+            again = f"{started} run again, those of this host in the same processes"
         notes.append(again)
     if cost.backoff_s is not None:
         notes.append(f"including a pause of {duration(cost.backoff_s)}")
@@ -209,7 +230,7 @@ def _step_row(story: Story, cost: RestartCost) -> Row:
     if step is None:
         expected = cost.restarted_attempt is not None and story.reports_steps
         return "first step after", "unknown: none is recorded" if expected else "", ""
-    rank = f"rank {step.rank}, " if step.rank is not None else ""
+    rank = f"rank {step.rank} had made " if step.rank is not None else ""
     note = f"{rank}step {step.step}"
     if step.attempt != cost.restarted_attempt:
         note += f", attempt {step.attempt}"
@@ -229,7 +250,7 @@ def _work_row(story: Story, cost: RestartCost) -> Row:
         since = f"resumed from step {resumed}" if resumed > 0 else "started over"
         note = f"step {cost.last_step} reached, {since}"
         if cost.work_lost_s and cost.work_lost:
-            note += f"; they took about {duration(cost.work_lost_s)}"
+            note += f"; about {duration(cost.work_lost_s)} the first time"
         return label, value, note
     if cost.last_step is not None:
         return label, f"unknown: step {cost.last_step} reached, and no step after that", ""
@@ -250,7 +271,7 @@ def _consequences(failure: Failure) -> str:
     if not follow:
         return ""
     more = _ranks(other.rank for other in follow[1:])
-    return _other(follow[0]) + (f"; then {more} in the same way" if more else "")
+    return _other(follow[0]) + (f"; {more} failed in the same way" if more else "")
 
 
 def _also_hung_row(failure: Failure) -> Row:
@@ -304,7 +325,9 @@ def in_process_restart(restart: InProcessRestart) -> Block:
     if restart.silent_s:
         detected = dict(restart.phases).get("detected", 0.0)
         silent, at = duration(restart.silent_s + detected), _later(restart, detected)
-        rows.append(("detected after", silent, _since(timer), at))
+        is_limit = timer is None and restart.cause == "hang"
+        note = "the time-out of its wrapper" if is_limit else _since(timer)
+        rows.append(("detected after", silent, note, at))
     if restart.phases:
         phase, after = restart.phases[-1]
         steps = ", ".join(f"{clean(name)} {duration(s)}" for name, s in restart.phases[:-1])
@@ -320,7 +343,8 @@ def in_process_restart(restart: InProcessRestart) -> Block:
         left = f"; {restart.world_size} continue" if restart.world_size is not None else ""
         plural = "s" if restart.lost_count > 1 else ""
         rows.append(("without", f"rank{plural} {ranks}{also}{left}", ""))
-    heading = f"  in-process restart (iteration {restart.iteration}{of}): {what}"
+    kind = "replacement" if restart.replaced else "in-process restart"
+    heading = f"  {kind} (iteration {restart.iteration}{of}): {what}"
     return [(restart.at_s, heading), *_lines(rows)]
 
 
@@ -339,9 +363,12 @@ def _replacement(of: Replacement) -> str:
     at = f" after step {of.last_step}" if of.last_step is not None else ""
     start = source_text(of.source)
     after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""
+    new = f"pid {of.pid} started {start}{after}"
+    if of.source == "standby":
+        new = f"pid {of.pid}, a standby at the wrapped call, took its place{after}"
     parts = [
         f"rank {of.rank}: pid {of.ended_pid} ended {clean(of.how)}{at}",
-        f"pid {of.pid} started {start}{after}",
+        new,
         _budget(of.restarts_left),
     ]
     return "; ".join(filter(None, parts))
@@ -420,8 +447,8 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def clean(text: str) -> str:
-    """Return a text of the job as printable ASCII of a readable length."""
-    plain = text[: _LONGEST + 1].encode("ascii", "backslashreplace").decode("ascii")
+def clean(text: str, longest: int = _LONGEST) -> str:
+    """Return a text of the job as printable ASCII of at most so many characters."""
+    plain = text[: longest + 1].encode("ascii", "backslashreplace").decode("ascii")
     plain = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in plain)
-    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 3]}..."
+    return plain if len(plain) <= longest else f"{plain[: longest - 3]}..."

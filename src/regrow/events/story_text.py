@@ -35,7 +35,7 @@ from regrow.utils import time_stamp
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from regrow.events.story_types import Losses, Story
+    from regrow.events.story_types import InProcessRestart, Losses, Story
 
 __all__ = ["after_report", "render"]
 
@@ -110,6 +110,7 @@ def _lost(losses: Losses, of: float | None) -> str:
     parts = [
         ("detecting", losses.detecting_s),
         ("pausing before restarts", losses.pausing_s),
+        ("stopping", losses.stopping_s),
         ("starting", losses.starting_s),
         ("searching for the other hosts", losses.searching_s),
         ("restarting in process", losses.in_process_s),
@@ -194,8 +195,8 @@ def _outcome(story: Story, *, is_running: bool) -> str:
         count(number, noun)
         for number, noun in (
             (max(story.restarts - changes, 0), "restart"),
-            (len(story.in_place), "in-process restart"),
-            (len(story.cut_short), "replacement"),
+            (sum(not each.replaced for each in story.in_place), "in-process restart"),
+            (sum(map(_replaces, (*story.in_place, *story.cut_short))), "replacement"),
             (changes, "membership change"),
         )
         if number
@@ -224,6 +225,10 @@ def _outcome(story: Story, *, is_running: bool) -> str:
     is_stop = story.state == "STOPPED" and story.common_step is not None
     step = f" at step {story.common_step}" if is_stop else ""
     return f"{clean(story.state)}{code}{after}{restarts}{step}{reason}"
+
+
+def _replaces(restart: InProcessRestart) -> bool:
+    return bool(restart.replaced)
 
 
 def _wrap(line: str, width: int) -> list[str]:

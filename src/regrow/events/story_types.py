@@ -71,6 +71,10 @@ class RestartCost:
 
     at_s: float | None = None
     """Time from which the seconds count, in seconds since the start of the job."""
+    stopped_after_s: float | None = None
+    """Seconds until all workers of the stopped attempt had ended."""
+    killed: tuple[int, ...] = ()
+    """Ranks that were killed, because they had not ended in the grace after their stop signal."""
     restarted_after_s: float | None = None
     """Seconds until all workers of the next attempt were started."""
     restarted_attempt: int | None = None
@@ -81,6 +85,8 @@ class RestartCost:
     """How many of these were forked from a template (`--preload`)."""
     kept_workers: int = 0
     """How many of these went on in their processes (`Wrapper(elastic=True)`), in these logs."""
+    recorded_workers: int = 0
+    """Number of workers of the next attempt whose start is in these logs."""
     backoff_s: float | None = None
     """Seconds of deliberate delay within the restart time, which slow down a crash loop."""
     first_step_after_s: float | None = None
@@ -384,9 +390,12 @@ class Losses:
     """From the failures, or the last signs of life before them, to their detection."""
     pausing_s: float
     """Deliberate delays before restarts, which slow down a crash loop."""
+    stopping_s: float
+    """From the detection until all workers had ended; after a failure that ended the job, until the
+    end of its agent."""
     starting_s: float
-    """From the detection, without the delays, to the first step after it; without reported steps,
-    to the start of the workers."""
+    """From then on, without the delays, until the first step begins; without reported steps, until
+    the workers have started."""
     redoing_s: float | None
     """Steps that were made again; None if the workers were restarted, and the script does not
     report steps."""

@@ -87,7 +87,7 @@ def _timeline(
     scene: Scene, attempt: int | None, at: float, ended: float, lost_at: float | None
 ) -> Iterator[Phase]:
     marks = [
-        ("deciding", real(scene.first("stop.failed", attempt), "monotonic"), DECIDING),
+        ("deciding", _decided(scene, attempt), DECIDING),
         ("stopping", ended, _how(scene.story.state)),
     ]
     if lost_at is not None:
@@ -102,6 +102,12 @@ def _timeline(
             now = until
     if again := scene.requeued_after_s:
         yield Phase("scheduler", ended - at, ended - at + again, "until the next run of the job")
+
+
+def _decided(scene: Scene, attempt: int | None) -> float | None:
+    """Return when the agents agreed on the step at which all ranks stop, or that there is none."""
+    found = scene.first("stop.failed", attempt) or scene.first("stop.decided", attempt)
+    return real(found, "monotonic")
 
 
 def _refusals(scene: Scene) -> tuple[Refusal, ...]:
@@ -161,7 +167,9 @@ def _evidence(
     if story.signal and not story.asked_by:
         yield Fact("signal", f"{story.signal} to the agent, for example by a scheduler or a person")
     if why := story.asked_by or text(stopping, "why"):
-        yield Fact("asked by", why)
+        host = text(stopping, "host") or "?"
+        is_here = why in FROM_OUTSIDE or why == "SIGUSR1"
+        yield Fact("asked by", f"{why} to the agent on host {host}" if is_here else why)
     if story.reason and story.state == "ERROR":
         yield Fact("error", story.reason)
     if reason := text(scene.first("stop.failed", attempt), "reason"):
@@ -176,8 +184,9 @@ def _action(scene: Scene, stopping: Record, attempt: int | None) -> Iterator[str
     elif scene.story.state == "SIGNALED":
         yield f"sent {scene.story.signal} to the workers, and waited for them to end"
     elif scene.named("lease.over", attempt):
-        yield "the guardian killed the workers of that host when its lease was over"
-        yield "their agent searched for the other hosts, and ended"
+        host = f"host {text(scene.first('lease.over', attempt), 'host') or '?'}"
+        yield f"the guardian of {host} killed its workers when the lease of {host} was over"
+        yield f"the agent of {host} searched for the other hosts, and ended"
     else:
         yield "stopped the workers, and ended the job"
     whole, grace = real(scene.settings, "shutdown_timeout"), scene.final_grace(attempt)

@@ -97,6 +97,8 @@ class Cost:
     """Number of workers of the job then."""
     which: str = ""
     """Which workers these are, if some left or joined meanwhile; a clause."""
+    all_is_known: bool = True
+    """Whether `worker_seconds` includes the steps that the failure cut off."""
     buckets: Mapping[str, float] = field(default_factory=dict)
     """The worker-seconds by bucket of the ledger, biggest first; empty if only the sum is known."""
     why_unknown: str = ""
@@ -145,6 +147,8 @@ class Explanation:
     """When it began, in seconds since the start of the run."""
     noticed_s: float | None = None
     """When regrow could notice it, if that was much later: the end of a silence or of a process."""
+    begun: str = ""
+    """What began at `at_s`, as a clause, where the cause does not say it."""
     noticed: str = ""
     """What happened then, as a clause, where the cause does not say it."""
     time: float | None = None

@@ -42,6 +42,7 @@ def explain_failure(scene: Scene, failure: Failure, number: int | None) -> Expla
         host=failure.host,
         pid=failure.pid,
         at_s=begin,
+        begun=_reported(failure),
         noticed_s=failure.at_s if is_silent else _much_later(exited, begin),
         injected=text(event, "injected"),
         evidence=tuple(evidence_of(scene, failure, event, begin)),
@@ -76,6 +77,12 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
         cost=_cost(scene, change, timeline, lost),
         long=long_settings.of_change(scene, change, timeline),
     )
+
+
+def _reported(failure: Failure) -> str:
+    """Return the words for the time of a failure on another host, without the log of that host."""
+    is_report = failure.elsewhere and not failure.is_host_lost and not failure.silent_s
+    return f"reported to host {failure.notified} at" if is_report else ""
 
 
 def _much_later(at: float | None, begin: float | None) -> float | None:
@@ -154,15 +161,21 @@ def _workers_after(scene: Scene, ended: Failure | PlannedRestart) -> str:
     forked = ended.forked_workers
     how = f", {forked} of them forked from the template of --preload" if forked else ""
     new_ones = count(workers, "worker") if workers else "the workers"
-    return f"{_stopped(scene, ended.attempt)}, and started {new_ones} again{changed}{how}"
+    again = " again" if not workers or not before or workers <= before else ""
+    return f"{_stopped(scene, ended.attempt)}, and started {new_ones}{again}{changed}{how}"
 
 
 def _stopped(scene: Scene, attempt: int) -> str:
-    failed = scene.named("worker.failed", attempt)
-    ended = {integer(event, "rank") for event in failed if stopped_with(event) is None}
-    if len(ended) >= (scene.world_size(attempt) or math.inf):
+    if _have_ended(scene, attempt):
         return "found that all workers had ended"
     return "stopped the workers that still ran"
+
+
+def _have_ended(scene: Scene, attempt: int) -> bool:
+    """Return whether all workers had ended by themselves."""
+    failed = scene.named("worker.failed", attempt)
+    ended = {integer(event, "rank") for event in failed if stopped_with(event) is None}
+    return len(ended) >= (scene.world_size(attempt) or math.inf)
 
 
 # --- when, and what it cost
@@ -195,6 +208,8 @@ def _timeline(
     marks.append(("reaction", acted, "until the agent acted on it"))
     kept = ended.kept_workers
     stopping = "the workers left their round" if kept else "until all workers had ended"
+    if not kept and _have_ended(scene, number):
+        stopping = "until the agent had ended the attempt"
     marks.append(("stopping", scene.last_time("attempt.ended", number), stopping))
     if following is not None:
         if pause is not None and restarting is not None:
@@ -204,7 +219,8 @@ def _timeline(
         started = scene.last_time("attempt.started", following)
         begun = "workers went on, or were started" if kept else "new processes were started"
         marks.append(("processes", started, begun))
-        loading = "loading" if kept else "imports, loading"
+        all_kept = kept and kept == ended.restarted_workers
+        loading = "loading" if all_kept else "imports, loading"
         is_paced = first is not None and first != ended.first_step_after_s
         loading += ", up to the first step" if is_paced else ", the first step"
         first = None if first is None else at + first
@@ -239,7 +255,7 @@ def _until_known(
         if server is not None and server.at < at:
             yield "takeover", server.at, "until another server took over"
         broke = ended.what.endswith("its connection broke")
-        waited = "no new step; waited for its agent"
+        waited = "no new step; waited for that agent"
         yield "silent", at, waited if broke else "no new step; the loss was not known yet"
 
 

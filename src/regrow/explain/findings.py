@@ -19,7 +19,7 @@ from regrow.events.evidence import (
 )
 from regrow.events.silences import without_heartbeat_s
 from regrow.explain.explanation import Fact
-from regrow.explain.peers import last_step_of, noticed, phase_of, silence_of
+from regrow.explain.peers import last_step_of, moment_of, noticed, phase_of
 from regrow.explain.scene import Scene, agent_of
 from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
 from regrow.utils import shortened
@@ -80,7 +80,7 @@ def evidence_of(
         begin: when it began.
     """
     timer = failure.timer
-    since = silence_of(failure) or "the failure"
+    since = moment_of(failure)
     if timer is not None:
         yield Fact("where it was", timer.stood)
     yield from of_suspension(scene, failure, event)
@@ -144,7 +144,8 @@ def _message(scene: Scene, event: Record, failure: Failure) -> Iterator[Fact]:
     elif failure.signal in FROM_OUTSIDE:
         yield Fact("sent by", FROM_OUTSIDE[failure.signal])
     elif failure.exit_code:
-        yield Fact("exception", "none is recorded, and no known message of a crash")
+        where = "its output" if scene.log_file(failure.rank, failure.attempt) else "the output"
+        yield Fact("exception", f"none is recorded, nor a known message of a crash: see {where}")
 
 
 _ENDED = re.compile(r"iteration \d+ ended by ")

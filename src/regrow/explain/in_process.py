@@ -27,9 +27,9 @@ _MOST_RANKS = 1 << 16
 _PHASES = {
     "detected": ("detection", "until the fault was noticed"),
     "notified": ("notification", "until the other ranks knew"),
-    "aborted": ("abort", "the process groups were aborted"),
-    "finalized": ("finalize", "the plug-in finalize ran"),
-    "checked": ("health check", "the plug-in health_check ran"),
+    "aborted": ("abort", "until the ranks had left the function"),
+    "finalized": ("finalize", "for the plug-in finalize, if any"),
+    "checked": ("health check", "for the plug-in health_check, if any"),
     "met": ("barrier", "the ranks waited for each other"),
     "called": ("call", "until the function was called again"),
 }
@@ -150,6 +150,7 @@ def _explained(
         pid=restart.pid,
         at_s=begin,
         noticed_s=restart.at_s if silent else None,
+        begun="silent at the latest from" if silent and restart.timer is None else "",
         injected=_injected(event, ended, recorded.raised_before(restart)),
         evidence=tuple(_evidence(scene, restart, recorded, ended)),
         peers=tuple(_peers(scene, restart, event, lost)),
@@ -164,6 +165,7 @@ def _explained(
             workers=size,
             all_workers=size,
             which=" that went on" if restart.lost else "",
+            all_is_known=not scene.story.reports_steps,
             restarts=len(restart.replaced),
             restarts_left=_restarts_left(restart),
         ),
@@ -227,7 +229,9 @@ def _evidence(
     step, at = integer(ended or raised, "last_step"), None
     begin, what = _begin_of(restart), silence_of(restart) or "the failure"
     if ended and step is not None:
-        yield Fact("last step", last_step_before(ended, begin, what))
+        exited = real(ended, "ended_monotonic" if "ended_monotonic" in ended else "lost_monotonic")
+        at_end = begin if restart.timer is not None or exited is None else exited
+        yield Fact("last step", last_step_before(ended, at_end, what))
         step = None
     if step is None and restart.rank in restart.lost:
         step, at = last_step_of(scene, restart.attempt, restart.rank)
@@ -260,7 +264,8 @@ def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int
     size = integer(started, "world_size")
     yield from places_of_others(restart.rank, restart.timer.compared if restart.timer else ())
     if (step := integer(event, "last_step")) is not None:
-        yield f"the furthest rank on host {host} had made step {step}"
+        with_it = f" (rank {restart.rank} included)" if host == restart.host else ""
+        yield f"the furthest rank on host {host}{with_it} had made step {step}"
     if size is not None and size <= _MOST_RANKS and restart.lost_count <= len(restart.lost):
         others = [rank for rank in range(size) if rank not in gone]
         if others:
@@ -280,7 +285,7 @@ def _action(scene: Scene, restart: InProcessRestart) -> Iterator[str]:
         lost = many_ranks(restart.lost) + (f" and {more} more" if more > 0 else "")
         before, size = scene.world_size(restart.attempt), restart.world_size
         on = f", with {size} of {count(before, 'worker')}" if before and size else ""
-        yield f"went on without {lost}{on}; `regrow goodput` has the rest of the cost: lost ranks"
+        yield f"went on without {lost}{on}; the bucket lost ranks of `regrow goodput` has that cost"
         yield f"no new process took the place: {ladder.why_not_replaced(scene, restart)}"
     for sent in restart.states:
         yield (

@@ -58,9 +58,10 @@ def _not_in_process(failure: Failure, event: Record) -> str:
     wrapped = event.get("wrapped")
     if wrapped is not None and text(event, "traceback") is None:
         ended = f"the process of rank {failure.rank} had ended"
-        return ended if wrapped else f"{ended}, and the other ranks were in no {_WRAPPED}"
-    if failure.timer is not None and (wrapped is True or failure.timer.heartbeat):
-        return f"regrow had to end the process of rank {failure.rank}"
+        return ended if wrapped else f"{ended}, and was in no {_WRAPPED}"
+    if failure.timer is not None and wrapped is not None:
+        ended = f"regrow had to end the process of rank {failure.rank}"
+        return ended if wrapped else f"{ended}, which was in no {_WRAPPED}"
     if wrapped is False:
         return _NO_WRAPPER
     if wrapped is True and "RestartAbort" in (text(event, "traceback") or ""):

@@ -117,9 +117,9 @@ def _timer(scene: Scene, timer: Expiry | None, timeline: Sequence[Phase]) -> Ite
         period = real(scene.settings, "heartbeat")
         value = "unknown" if period is None else f"{period:g} s"
         text = (
-            f"a worker is given up {seconds(timer.after_s)} after its last heartbeat: a little"
-            " less than three times the sum of the period and the time-out of an exchange, which is"
-            " 2 s, or the period less 10 s if that is more"
+            f"a worker is given up {seconds(timer.after_s)} after its last heartbeat. That is a"
+            " little less than 3 x (the period + 2 s); for a period of more than 12 s, than"
+            " 3 x (twice the period - 10 s)"
         )
         yield Held("--heartbeat", value, _length(timeline, "silent"), text)
     elif timer is not None and timer.after_s is not None:
@@ -138,13 +138,19 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
             earlier = bound - silent
             if takeover > 0:
                 text = (
-                    "another server took over after half of a lease without an answer. A host"
+                    f"another server took over after half of a lease{_half(scene)} without an"
+                    " answer. A host"
                     f" counts as lost {seconds(bound)} after its last heartbeat, and the new server"
                     f" counts the time from {relative(0.0, earlier, 'its takeover')}"
                 )
             elif earlier >= _SHOWN_S:
-                text += f", which came {seconds(earlier)} before the last step"
+                text += f", which came about {seconds(earlier)} before the last step"
             yield Held(_KEEP_ALIVE, _keep_alive(scene.settings), takeover + silent, text)
+
+
+def _half(scene: Scene) -> str:
+    lease = real(scene.bounds, LEASE)
+    return "" if lease is None else f" ({seconds(lease / 2)} of {seconds(lease)})"
 
 
 def _keep_alive(settings: Mapping[str, Any]) -> str:
@@ -216,8 +222,9 @@ def _restart(
     cold = not ended.forked_workers and not ended.kept_workers
     if cold and not scene.settings.get("preload") and "preload" in scene.settings:
         text = (
-            "the workers started cold: each ran the script from its first import to its first step."
-            " --preload MODULES forks them from a process that has imported the modules already"
+            "the workers started cold: in this time each ran the script from its first import to"
+            " its first step. --preload MODULES saves the imports in it: workers are forked from a"
+            " process that has made them"
         )
         yield Held("--preload", "not set", _length(timeline, "startup"), text)
     redone = _length(timeline, "redoing")

@@ -24,6 +24,7 @@ _PLACE = 'File "'
 """What a line of a traceback has that is not wrapped: a path, to be copied."""
 _BAR = 30  # characters of the longest bar of a timeline
 _SHOWN_S = 0.0005
+_MOST = 600  # characters of what another rank did: its message of at most 300, and what followed
 
 
 def page(explanation: Explanation, of: int | None = None) -> str:
@@ -90,10 +91,12 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
     script = f" ({clean(each.script)})" if each.script else ""
     yield from _wrapped(f"{heading(each)}{total} of job{id}{script}: {clean(each.title)}", "  ")
     when = [] if each.at_s is None else [_moment(each.at_s, _day(each))]
+    if each.begun and each.noticed_s is None:
+        when = [f"{each.begun} {part.removeprefix('at ')}" for part in when]
     if each.at_s is not None and each.noticed_s is not None:
         later, clock = seconds(each.noticed_s - each.at_s), _clock(each.noticed_s, _day(each))
         begun, noticed = _BEGUN.get(each.cause, ("", "the process ended"))
-        begun = begun.format(on=f" on host {each.host}" if each.host else "")
+        begun = (each.begun or begun).format(on=f" on host {each.host}" if each.host else "")
         when = [f"{begun} {part.removeprefix('at ')}" if begun else part for part in when]
         when.append(f"and {each.noticed or noticed} {later} later{clock and f' at {clock}'}")
     if each.run > 1:
@@ -110,7 +113,9 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
     if each.peers:
         yield ""
         yield "The ranks" if each.cause in ("stop", "server") else "The other ranks"
-        yield from (line for peer in each.peers for line in _wrapped(f"  {clean(peer)}", "    "))
+        yield from (
+            line for peer in each.peers for line in _wrapped(f"  {clean(peer, _MOST)}", "    ")
+        )
     yield ""
     rung = f": rung {each.rung}, {RUNGS[each.rung]}" if each.rung in RUNGS else ""
     yield f"What regrow did{rung}"
@@ -141,15 +146,12 @@ def _moment(at_s: float, day: float | None) -> str:
 
 
 def _clock(at_s: float, day: float | None) -> str:
-    """Return a time of day, rounded to tenths of a second; empty if it is unknown.
-
-    So the difference of two times is that which the page shows next to them.
-    """
+    """Return a time of day, cut off after hundredths of a second; empty if it is unknown."""
     if day is None or not math.isfinite(day + at_s):
         return ""
-    second, tenth = divmod(round(10 * (day + at_s)), 10)
+    second, hundredth = divmod(math.floor(100 * (day + at_s)), 100)
     clock = time_stamp(0.0, second).rpartition(" ")[0]
-    return clock and f"{clock}.{tenth}"
+    return clock and f"{clock}.{hundredth:02}"
 
 
 def _facts(facts: Iterable[Fact]) -> Iterator[str]:
@@ -209,7 +211,9 @@ def _cost(each: Explanation) -> Iterator[str]:
 
 def _steps(each: Explanation) -> str:
     if each.cost.steps is not None:
-        return f"{count(each.cost.steps, 'step')} done again"
+        is_part = each.cost.steps and not each.cost.redone_s
+        note = ", in the time of the startup: the attempt made no other step" if is_part else ""
+        return f"{count(each.cost.steps, 'step')} done again{note}"
     if each.cost.why_unknown:
         return f"unknown: {each.cost.why_unknown}"
     if each.cause == "stop":
@@ -230,7 +234,7 @@ def worker_time(cost: Cost) -> str:
     whose = f"all {known} workers{together}" if known and known > 1 else f"all workers{together}"
     if known is not None and every is not None and known < every:
         whose = f"the {count(known, 'worker')} of {every} whose time is recorded"
-    before = ""
+    before = "" if cost.all_is_known else "; `regrow goodput` has the steps that were cut off, too"
     if cost.before_s >= _SHOWN_S:
         before = f", {seconds(cost.before_s)} of it before the timeline, since their last steps"
     return f"{seconds(cost.worker_seconds)} of {whose} ({about} worker-hours){before}"

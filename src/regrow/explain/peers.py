@@ -29,6 +29,14 @@ def silence_of(failure: Failure | InProcessRestart) -> str:
     return f"rank {failure.rank} fell silent" if failure.timer is not None else ""
 
 
+def moment_of(failure: Failure) -> str:
+    """Return what the times before and after a failure count from, as a clause."""
+    if failure.cause == "node" and not failure.is_host_lost:
+        return "the lease was over"
+    is_report = failure.elsewhere and not failure.is_host_lost
+    return silence_of(failure) or ("the report" if is_report else "the failure")
+
+
 class _Mark(NamedTuple):
     """The last that is known of a rank."""
 
@@ -102,9 +110,7 @@ def places_of_others(rank: int | None, compared: Iterable[str]) -> list[str]:
 
 
 def _steps(scene: Scene, failure: Failure, begin: float | None) -> Iterator[str]:
-    what = silence_of(failure) or "the failure"
-    if failure.cause == "node":
-        what = "the lease was over"
+    what = moment_of(failure)
     if failure.is_host_lost:
         begin, what = failure.at_s, noticed(scene, failure)
     left_out = set() if failure.rank is None else {failure.rank}

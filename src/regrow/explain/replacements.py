@@ -107,7 +107,6 @@ def facts_of_end(ended: Record, timer: Expiry | None) -> Iterator[Fact]:
 _SOURCES = {
     "exec": "a cold start",
     "template": "a fork of the template (--preload)",
-    "standby": "a standby process (--standby)",
 }
 
 
@@ -115,6 +114,9 @@ def how_replaced(each: Replacement) -> str:
     """Return how a new process was started for a rank, in one line."""
     if each.pid is None:
         return f"rank {each.rank} got a new process: {each.origin or 'on another host'}"
-    how = _SOURCES.get(each.source, each.source)
     after = f", {relative(each.started_after_s, 0.0, 'the end')}" if each.started_after_s else ""
+    if each.source == "standby":
+        stood_by = f"pid {each.pid}, a standby process (--standby)"
+        return f"{stood_by}, took the place of rank {each.rank}{after}"
+    how = _SOURCES.get(each.source, each.source)
     return f"rank {each.rank} got a new process, pid {each.pid}, by {how}{after}"

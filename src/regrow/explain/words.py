@@ -9,7 +9,8 @@ from regrow.events import duration as _duration
 _MOST_RANKS = 16
 _BY = "a person, a script, a scheduler"
 FROM_OUTSIDE = {
-    "SIGKILL": f"unknown: {_BY}, or the kernel when the memory is full (see dmesg)",
+    "SIGKILL": f"unknown: {_BY}, the process itself, or the kernel when the memory is full (see"
+    " dmesg)",
     "SIGTERM": f"unknown: {_BY}, or the process itself",
     "SIGINT": f"unknown: {_BY}, or Ctrl-C in a terminal",
     "SIGHUP": f"unknown: {_BY}, or a terminal that was closed",

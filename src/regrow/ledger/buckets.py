@@ -31,12 +31,12 @@ MEANINGS: Final = {
     STARTUP_FIRST_STEP: "up to the first step, less the time of one step",
     DETECTION: "from a failure or a hang until the agent acted on it",
     STOPPING: "workers are stopped",
-    MEETING: "the nodes form the next round; ranks wait for each other",
+    MEETING: "nodes find each other and form a round; ranks wait",
     RESTART: "pauses, new processes for lost ones, calls that begin again",
     WAITING_FOR_NODES: "before the first round of a node",
     WAITING_FOR_SCHEDULER: "between two runs of the job",
     LOST_RANKS: "ranks without a process, while the others continue",
-    FINISHING: "after the last step",
+    FINISHING: "after the last step, or after the end of the workers",
     UNKNOWN: "not accounted for",
 }
 """The meaning of each bucket, in the order of a job's life. Phases of a script have buckets too."""

@@ -111,7 +111,7 @@ def lost_time(
 
 _OF_AN_END = {
     *(buckets.UNFINISHED, buckets.DETECTION, buckets.STOPPING),
-    *(buckets.MEETING, buckets.RESTART, buckets.STARTUP_PROCESSES),
+    *(buckets.MEETING, buckets.RESTART, buckets.STARTUP_PROCESSES, buckets.LOST_RANKS),
 }
 _OF_A_JOB_END = {buckets.FINISHING}
 _OF_A_START = {buckets.STARTUP_SCRIPT, buckets.STARTUP_FIRST_STEP, buckets.REDONE}

@@ -24,8 +24,7 @@ def stamped(text: str) -> str:
 def time_stamp(since_s: float, started_at: float | None) -> str:
     """Return a time for display, such as `15:20:54 +0.3s`.
 
-    The time is rounded to tenths of a second before the rest is cut off. So the same moment, shown
-    with tenths elsewhere, has the same second.
+    The time of day is cut off after its seconds, as on a clock.
 
     Args:
         since_s: seconds since the start of the job.
@@ -36,7 +35,7 @@ def time_stamp(since_s: float, started_at: float | None) -> str:
     if started_at is None:
         return since
     try:
-        at = time.localtime(round(started_at + since_s, 1))
+        at = time.localtime(started_at + since_s)
         return f"{time.strftime('%H:%M:%S', at)} {since}"
     except (ValueError, OverflowError, OSError):  # a time outside the platform's calendar
         return since
