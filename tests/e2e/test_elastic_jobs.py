@@ -44,7 +44,7 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_the_others_keep_their_pr
         assert [(each["restart_count"], len(each["kept"])) for each in starts] == [(0, 0), (0, 1)]
         (step,) = [each for each in agent.events("worker.first_step") if each["attempt"] == 1]
         assert step["step"] in (5, 6), "the story shows when the training went on"
-        assert "run again; those of this node in the same processes" in " ".join(
+        assert "run again, those of this host in the same processes" in " ".join(
             agent.stderr.split()
         )
 

@@ -95,8 +95,8 @@ def test_a_standby_takes_the_place_of_a_lost_rank_and_another_one_stands_by(star
     assert origin.startswith(f"pid {before[1].pid} on {socket.gethostname()} ended by SIGKILL")
     assert origin.endswith(f"; pid {standby} started as a standby at the wrapped call")
     story = " ".join(training.job.stderr.split())
-    assert "started as a standby at the wrapped call" in story
-    assert "a standby (--standby) takes" in story
+    assert f"pid {standby}, a standby at the wrapped call, took its place" in story
+    assert "a standby (--standby) took" in story
     (log,) = training.job.log_dir.glob("*/attempt_0/1/stdout.log")
     lines = log.read_text().splitlines()
     assert lines == [

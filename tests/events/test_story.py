@@ -269,8 +269,8 @@ def test_the_first_failure_is_the_cause_and_later_ones_get_a_line_each() -> None
     text = rendered([started(), *lines], 200)
     assert "failure 1 (attempt 0): rank 1 on host foo" in text
     assert (
-        "    as a result      rank 0 on host foo (pid 41) exited with code 1: RuntimeError: "
-        "Connection reset, 3.0 ms later\n" in text
+        "    as a result      rank 0 on host foo (pid 41) failed with RuntimeError: "
+        "Connection reset, 3.0 ms later, and exited with code 1\n" in text
     )
     assert text.count("    then also        rank 2 on host foo") == 1
     assert "                     and 1 more of 7 failed workers" in text
@@ -283,8 +283,9 @@ def test_errors_that_follow_from_the_end_of_a_peer_share_one_line() -> None:
     follow = [raised(0, 101.0 + n, lost, rank=n, pid=n, root_cause=False) for n in (4, 2, 3)]
     text = rendered([started(), failed(0, 101.0), *follow], 300)
     assert (
-        "    as a result      rank 2 on host foo (pid 2) exited with code 1: RuntimeError: "
-        "Connection closed by peer, 2.0 s later; ranks 3, 4 failed in the same way\n" in text
+        "    as a result      rank 2 on host foo (pid 2) failed with RuntimeError: "
+        "Connection closed by peer, 2.0 s later, and exited with code 1; ranks 3, 4 failed in the "
+        "same way\n" in text
     )
     assert "then also" not in text
 

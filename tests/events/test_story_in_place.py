@@ -44,7 +44,7 @@ def restarted(iteration: int, **fields: Any) -> Line:
 def test_the_faulty_rank_and_the_end_of_each_phase_are_shown() -> None:
     lines = rendered(restarted(1))
     assert "in-process restart (iteration 1): rank 2 raised an exception: ValueError('x')" in lines
-    parts = "since the fault: detected 0.5 ms, notified 1.0 ms, met 4.0 ms"
+    parts = "times since the fault: detected 0.5 ms, notified 1.0 ms, met 4.0 ms"
     assert f"called after 5.0 ms ({parts})" in lines
     assert not any(line.startswith("without") for line in lines)
 
@@ -265,10 +265,11 @@ def test_the_silence_of_a_rank_that_hung_begins_with_its_last_step_and_is_lost_b
     None
 ):
     account = {"since_monotonic": 105.0}
-    ended = vacated(2, pid=72, exitcode=-9, monotonic=106.01, account=account)
+    times = {"monotonic": 106.01, "ended_monotonic": 106.0}
+    ended = vacated(2, pid=72, exitcode=-9, **times, account=account)
     fields = {"kind": "TERMINATED", "monotonic": 106.02}
     found = story_of(expired(), ended, replaced(2), restarted(1, replaced=[2], **fields))
-    assert found.in_place[0].silent_s == pytest.approx(106.015 - 105.0)
+    assert found.in_place[0].silent_s == pytest.approx(106.0 - 105.0)
     assert found.losses is not None
     assert found.losses.detecting_s == found.in_place[0].silent_s
 

@@ -119,8 +119,8 @@ with 1 restart and 2 membership changes
 22:13:40 +20.0s   failure 2 (attempt 2): host node3 (node rank 2): no heartbeat arrived for 4 s
 22:13:40 +20.6s     restarted after  600 ms     (since host node1 was notified; all 4 workers \
 started again)
-22:13:50 +30.0s   5.8 s of 30 s lost: detecting 4.0 s, stopping 299 ms, starting 1.5 s, redoing steps unknown: \
-the script does not call regrow.step"""
+22:13:50 +30.0s   5.8 s of 30 s lost: detecting 4.0 s, stopping 299 ms, starting 1.5 s, redoing \
+steps unknown: the script does not call regrow.step"""
 
 
 def test_the_logs_of_two_hosts_with_different_clocks_are_one_story() -> None:

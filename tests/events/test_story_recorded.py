@@ -19,8 +19,9 @@ def lines(name: str) -> list[str]:
 def test_a_worker_that_the_guardian_killed_for_the_lease_is_a_loss_of_the_rendezvous() -> None:
     found = lines("rendezvous-lost")
     assert (
-        "  failure 1 (attempt 0): rank 1 on host node2 (10.71.0.2, pid 24) was killed by its guardian, "
-        "because the lease of its host was over: host node2 got no answer from the rendezvous"
+        "  failure 1 (attempt 0): rank 1 on host node2 (10.71.0.2, pid 24) was killed by its "
+        "guardian, because the lease of its host was over: host node2 got no answer from the "
+        "rendezvous"
     ) in found
     assert "    detected after   2.3 s      (since the last step)" in found
     (failure,) = recorded("rendezvous-lost").failures

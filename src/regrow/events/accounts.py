@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from regrow._accounts import (
     FIRST_REPEATED_STEP,
+    FIRST_STEP,
     REPEATED,
     REPEATED_PHASES,
     REPEATED_STEPS,
@@ -47,6 +48,26 @@ def step_s(accounts: Iterable[Record]) -> float | None:
         if (steps := steps_of(account, _PACED))
     ]
     return sum(paces) / len(paces) if paces else None
+
+
+def loading_s(accounts: Iterable[Record], restarts: int) -> float | None:
+    """Return how long a worker takes from an in-process restart until its next step begins.
+
+    Args:
+        accounts: the accounts of the workers of an attempt.
+        restarts: number of its in-process restarts.
+
+    Returns:
+        The mean seconds of the workers that began their attempt with a new step, and repeated a
+        step after each of these restarts; None if there is none, or their pace is unknown.
+    """
+    found = [
+        max(seconds_of(account, [FIRST_REPEATED_STEP]) / restarts - pace, 0.0)
+        for account in accounts
+        if restarts and steps_of(account, [FIRST_REPEATED_STEP]) == restarts
+        if steps_of(account, [FIRST_STEP]) and (pace := step_s([account])) is not None
+    ]
+    return sum(found) / len(found) if found else None
 
 
 def redone_s(ended: Record) -> list[float] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -111,7 +111,9 @@ class _StoryBuilder:
         self.given_up = {n: r for n, r in last.items() if self._gave_up(r)}
         failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
         told = [self.given_up[f.attempt] for f in failures if f.gave_up is not None]
-        in_place = tuple(restart for restart in in_place if restart not in told)
+        in_place = tuple(
+            self._with_processes(restart for restart in in_place if restart not in told)
+        )
         failed: dict[int | None, float | None] = {f.attempt: f.at_s for f in failures}
         unfinished = cut_short(self._sorted, failed)
         shown = {e for f in failures for e in f.hung_too} | {r.timer for r in unfinished}
@@ -148,7 +150,7 @@ class _StoryBuilder:
             moves=moves,
             suspensions=self._suspensions(),
             expiries=tuple(e for e in self.unexplained_timers if e not in shown),
-            in_place=tuple(self._with_processes(in_place)),
+            in_place=in_place,
             cut_short=unfinished,
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             servers=_servers(self._sorted(_SERVERS)),
@@ -274,9 +276,15 @@ class _StoryBuilder:
         return replace(restart, silent_s=silent, timer=self._with_pause(restart.timer, worker))
 
     def _with_processes(self, of: Iterable[InProcessRestart]) -> Iterator[InProcessRestart]:
-        """Yield the restarts with the process of the faulty rank, also if the process went on."""
-        replaced = by_fields(RANK, self._sorted("regrow.worker.replaced"))
-        for each in of:
+        """Yield the restarts with the process of the faulty rank, and the time to the next step."""
+        replaced, found = by_fields(RANK, self._sorted("regrow.worker.replaced")), list(of)
+        number_of = Counter(each.attempt for each in found)
+        loading = {
+            number: accounts.loading_s(self._accounts(number), restarts)
+            for number, restarts in number_of.items()
+            if number in self.attempts
+        }
+        for each in found:
             known = (
                 (text(event, "host"), pid)
                 for event in (self._starts(each.attempt) if each.attempt in self.attempts else ())
@@ -287,7 +295,9 @@ class _StoryBuilder:
             later = replaced.get((each.attempt, each.rank), [])
             if number := bisect(later, each.at_s or 0.0, key=_at):
                 pid = integer(later[number - 1], "pid")
-            yield each if each.pid is not None else replace(each, host=host, pid=pid)
+            if each.pid is not None:
+                host, pid = each.host, each.pid
+            yield replace(each, host=host, pid=pid, loading_s=loading.get(each.attempt))
 
     def _gave_up(self, last: InProcessRestart) -> bool:
         """Return whether a wrapper gave up before the function was called again.
@@ -553,9 +563,12 @@ class _StoryBuilder:
 
     def _step_s(self, number: int) -> float | None:
         """Return the mean seconds of a step in an attempt; None if that is not recorded."""
+        return accounts.step_s(self._accounts(number))
+
+    def _accounts(self, number: int) -> list[Record]:
+        """Return the last account of each worker of an attempt."""
         ended = self.attempts[number].named[_ENDED]
-        found = accounts.accounts_of((*self.by_attempt[_ACCOUNTS, number], *ended))
-        return accounts.step_s(found)
+        return accounts.accounts_of((*self.by_attempt[_ACCOUNTS, number], *ended))
 
     def _reached(self, number: int) -> int:
         """Return the last step of an attempt; -1 if it is not recorded."""

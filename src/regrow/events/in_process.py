@@ -256,6 +256,21 @@ def _cause_and_predicate(
     return cause, one_line(f"{did}: {message}" if message else did)
 
 
+def _since_end(at: float | None, restart: Record, end: Record) -> tuple[float | None, float]:
+    """Return when a fault happened, and how much earlier that is than `at`.
+
+    Args:
+        at: when the ranks say that it happened.
+        restart: the event of the restart.
+        end: the end of the process that caused it, which its agent may know more exactly.
+    """
+    known = real(end, "ended_monotonic" if "ended_monotonic" in end else "lost_monotonic")
+    same = text(end, "host") == text(restart, "host")
+    if at is None or known is None or not (same and at - NEAR_S < known < at):
+        return at, 0.0
+    return known, at - known
+
+
 def _in_process_restart(
     event: Record, replaced: list[Replacement], ends: Sequence[Record], expired: _Index
 ) -> InProcessRestart:
@@ -266,6 +281,8 @@ def _in_process_restart(
     kind, message = text(event, "kind"), text(event, "message")
     at = since(real(event, "monotonic"), max((s for _, s in known_phases), default=0.0))
     end = end_of(kind, at, ends)
+    at, earlier = _since_end(at, event, end)
+    known_phases = [(phase, after + earlier) for phase, after in known_phases]
     timer = timer_of(end, expired) if kind == "TERMINATED" else {}
     cause, did = _cause_and_predicate(kind, message, end, timer)
     shown = kind or "an unknown fault"

@@ -44,7 +44,8 @@ def losses(
     if not any(map(_went_on, timed)) and not in_process:
         return None
     detecting, pausing = sum(each.silent_s for each in in_place), 0.0
-    stopping = starting = searching = 0.0
+    stopping = searching = 0.0
+    starting = sum(each.loading_s or 0.0 for each in in_place)
     for (at, length, each), after in zip_longest(timed, timed[1:]):
         end = after[0] if after is not None else None
         left = length if end is None else min(length, end - at)

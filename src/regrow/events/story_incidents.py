@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from regrow.events.evidence import describe_node, short_scope
@@ -39,6 +40,8 @@ _MOST_LOST = 16
 _MOST_PLACES = 8  # most places of workers in a comparison of stacks
 _MOST_RANKS = 32
 _LATE = "an unknown delay: the guardian, which watches the workers, was paused"
+EXITED = re.compile(r"exited with code (\d+): (.+)", re.DOTALL)
+"""The words for a worker that failed with an exception, and exited with a code."""
 _LONGEST = 300  # most characters of a text from the job
 
 
@@ -287,6 +290,9 @@ def _ranks(of: Iterable[int | None]) -> str:
 
 def _other(other: OtherFailure) -> str:
     after = f", {duration(other.after_s)} later" if other.after_s is not None else ""
+    if (exited := EXITED.match(other.what)) is not None:  # it ended later than it failed
+        who = _worker(other.rank, other.host, other.pid)
+        return f"{who} failed with {clean(exited[2])}{after}, and exited with code {exited[1]}"
     if other.stopped_with is not None:
         after += f"; the agent then stopped it with {other.stopped_with}"
     return f"{_worker(other.rank, other.host, other.pid)} {clean(other.what)}{after}"
@@ -331,7 +337,7 @@ def in_process_restart(restart: InProcessRestart) -> Block:
     if restart.phases:
         phase, after = restart.phases[-1]
         steps = ", ".join(f"{clean(name)} {duration(s)}" for name, s in restart.phases[:-1])
-        note = f"since the fault: {steps}" if steps else ""
+        note = f"times since the fault: {steps}" if steps else ""
         rows.append((f"{clean(phase)} after", duration(after), note, _later(restart, after)))
     rows += _column("replaced", [_replacement(each) for each in restart.replaced])
     rows += _column("not replaced", [clean(each) for each in restart.not_replaced])

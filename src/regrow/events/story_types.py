@@ -275,6 +275,9 @@ class InProcessRestart:
     """The timer that made the agent kill the process."""
     silent_s: float = 0.0
     """Seconds before `at_s` without a sign of life of a rank that hung."""
+    loading_s: float | None = None
+    """Seconds from the call of the function until the next step began, by the mean of the workers
+    and restarts of the attempt; None if that is not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,7 +398,7 @@ class Losses:
     end of its agent."""
     starting_s: float
     """From then on, without the delays, until the first step begins; without reported steps, until
-    the workers have started."""
+    the workers have started. After an in-process restart: from the call of the function."""
     redoing_s: float | None
     """Steps that were made again; None if the workers were restarted, and the script does not
     report steps."""

@@ -202,7 +202,7 @@ def _timeline(
     marks: list[tuple[str, float | None, str]] = []
     if begin < at:
         marks += _until_known(scene, ended, at)
-    if exited is not None and begin == at:
+    if exited is not None:
         marks.append(("ending", exited, "the failed process ended"))
     acted = None if detected is None else at + detected
     marks.append(("reaction", acted, "until the agent acted on it"))
@@ -255,7 +255,7 @@ def _until_known(
         if server is not None and server.at < at:
             yield "takeover", server.at, "until another server took over"
         broke = ended.what.endswith("its connection broke")
-        waited = "no new step; waited for that agent"
+        waited = "waited for the host to connect again"
         yield "silent", at, waited if broke else "no new step; the loss was not known yet"
 
 

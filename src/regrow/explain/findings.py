@@ -98,8 +98,10 @@ def evidence_of(
     step, at = last_step_of(scene, failure.attempt, failure.rank)
     if step is not None:
         yield Fact("last step", f"step {step}, {relative(at, begin, since)}".rstrip(", "))
-    elif failure.pid is not None and scene.story.reports_steps and not failure.elsewhere:
-        yield Fact("last step", "none: the process failed before its first step")
+    elif failure.pid is not None and scene.story.reports_steps:
+        unknown = f"unknown: the log of host {failure.host} was not given"
+        none = "none: the process failed before its first step"
+        yield Fact("last step", unknown if failure.elsewhere else none)
     if phase := phase_of(scene, failure.attempt, failure.rank):
         yield Fact("was in", f"phase {phase}")
     if timer is not None and timer.stacks:
@@ -205,6 +207,8 @@ def _of_node(scene: Scene, failure: Failure) -> Iterator[Fact]:
     if steps:
         step, at = max(steps)
         yield Fact("last step", f"step {step}, {relative(at, failure.at_s, what)}")
+    elif ranks and not has_left and scene.story.reports_steps:
+        yield Fact("last step", "unknown: the log of the host ends before")
     for event in scene.of_agent(agent, "attempt.ended", failure.attempt):
         when = relative(real(event, "monotonic"), failure.at_s, what)
         yield Fact("its workers", f"had ended {when}")

@@ -132,6 +132,10 @@ def _explained(
         redone_s = end.redone_s
     elif redone and end.pace_s is not None:
         redone_s = redone * end.pace_s
+    if lasted is not None and redone and (loading := restart.loading_s or 0.0) >= _SHOWN_S:
+        meaning = "loading, up to the first step"
+        timeline = (*timeline, Phase("startup", lasted, lasted + loading, meaning))
+        lasted += loading
     whole = None if lasted is None else lasted + (redone_s or 0.0)
     if redone_s and lasted is not None and redone:
         again = f"{count(redone, 'step')} done again"
@@ -229,9 +233,7 @@ def _evidence(
     step, at = integer(ended or raised, "last_step"), None
     begin, what = _begin_of(restart), silence_of(restart) or "the failure"
     if ended and step is not None:
-        exited = real(ended, "ended_monotonic" if "ended_monotonic" in ended else "lost_monotonic")
-        at_end = begin if restart.timer is not None or exited is None else exited
-        yield Fact("last step", last_step_before(ended, at_end, what))
+        yield Fact("last step", last_step_before(ended, begin, what))
         step = None
     if step is None and restart.rank in restart.lost:
         step, at = last_step_of(scene, restart.attempt, restart.rank)
@@ -264,8 +266,8 @@ def _peers(scene: Scene, restart: InProcessRestart, event: Record, lost: Set[int
     size = integer(started, "world_size")
     yield from places_of_others(restart.rank, restart.timer.compared if restart.timer else ())
     if (step := integer(event, "last_step")) is not None:
-        with_it = f" (rank {restart.rank} included)" if host == restart.host else ""
-        yield f"the furthest rank on host {host}{with_it} had made step {step}"
+        with_it = f", rank {restart.rank} included," if host == restart.host else ""
+        yield f"the highest step of any rank on host {host}{with_it} was step {step}"
     if size is not None and size <= _MOST_RANKS and restart.lost_count <= len(restart.lost):
         others = [rank for rank in range(size) if rank not in gone]
         if others:

@@ -45,7 +45,7 @@ def refusals(
     else:
         found = [
             Refusal(1, _not_in_process(failure, event)),
-            Refusal(2, _not_replaced(scene, event)),
+            Refusal(2, _not_replaced(scene, failure, event)),
         ]
     if rung in (None, 5) and not failure.is_host_lost:
         found.append(Refusal(3, why_not_restarted(scene)))
@@ -55,6 +55,8 @@ def refusals(
 def _not_in_process(failure: Failure, event: Record) -> str:
     if not event:
         return "the failure is not one of a function call"
+    if failure.elsewhere and "wrapped" not in event:
+        return f"unknown: the log of host {failure.host} was not given"
     wrapped = event.get("wrapped")
     if wrapped is not None and text(event, "traceback") is None:
         ended = f"the process of rank {failure.rank} had ended"
@@ -71,9 +73,11 @@ def _not_in_process(failure: Failure, event: Record) -> str:
     return _UNKNOWN
 
 
-def _not_replaced(scene: Scene, event: Record) -> str:
+def _not_replaced(scene: Scene, failure: Failure, event: Record) -> str:
     if not event:
         return "no single process had ended"
+    if failure.elsewhere and "replaceable" not in event:
+        return f"unknown: the log of host {failure.host} was not given"
     if event.get("wrapped") is False:
         return "a process can be replaced only in a function with Wrapper(replace=True)"
     replaceable, before = event.get("replaceable"), integer(event, "incarnation") or 0
@@ -106,7 +110,9 @@ def why_not_restarted(scene: Scene) -> str:
     return story.reason or "the reason is not recorded"
 
 
-OF_A_CHANGE = tuple(Refusal(rung, "it does not change the hosts of a job") for rung in (1, 2, 3))
+OF_A_CHANGE = tuple(
+    Refusal(rung, "this rung does not change the hosts of a job") for rung in (1, 2, 3)
+)
 """Why no lower rung could take in a host that joined, or do without one that left."""
 
 

@@ -117,9 +117,9 @@ def _timer(scene: Scene, timer: Expiry | None, timeline: Sequence[Phase]) -> Ite
         period = real(scene.settings, "heartbeat")
         value = "unknown" if period is None else f"{period:g} s"
         text = (
-            f"a worker is given up {seconds(timer.after_s)} after its last heartbeat. That is a"
-            " little less than 3 x (the period + 2 s); for a period of more than 12 s, than"
-            " 3 x (twice the period - 10 s)"
+            f"a worker is given up {seconds(timer.after_s)} after its last heartbeat. That is"
+            " 3 x (the period + 2 s), or for a period of more than 12 s 3 x (twice the period -"
+            " 10 s), less a tenth of it, at most 1 s"
         )
         yield Held("--heartbeat", value, _length(timeline, "silent"), text)
     elif timer is not None and timer.after_s is not None:
@@ -138,8 +138,7 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
             earlier = bound - silent
             if takeover > 0:
                 text = (
-                    f"another server took over after half of a lease{_half(scene)} without an"
-                    " answer. A host"
+                    f"another server took over {_half_of_a_lease(scene, takeover)}. A host"
                     f" counts as lost {seconds(bound)} after its last heartbeat, and the new server"
                     f" counts the time from {relative(0.0, earlier, 'its takeover')}"
                 )
@@ -148,9 +147,14 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
             yield Held(_KEEP_ALIVE, _keep_alive(scene.settings), takeover + silent, text)
 
 
-def _half(scene: Scene) -> str:
+def _half_of_a_lease(scene: Scene, takeover: float) -> str:
+    """Return when another server took over, so long after the last step."""
     lease = real(scene.bounds, LEASE)
-    return "" if lease is None else f" ({seconds(lease / 2)} of {seconds(lease)})"
+    if lease is None:
+        return "half of a lease after the last answer"
+    earlier = ", which came before the last step" if takeover < lease / 2 else ""
+    half = f"({seconds(lease / 2)} of {seconds(lease)})"
+    return f"half of a lease {half} after the last answer{earlier}"
 
 
 def _keep_alive(settings: Mapping[str, Any]) -> str:
@@ -195,7 +199,8 @@ def _stop(
     if parts:
         text = (
             f"{' and '.join(parts)} did not end after {signal}, and had to be killed after this"
-            f" time. A handler of {signal}, or native code that blocks, may keep a process"
+            f" time. A process does not end if it ignores {signal}, has a handler that does not"
+            " end it, or is in native code that blocks"
         )
         left = "" if seconds(grace) == seconds(whole) else f", of which {seconds(grace)} were left"
         yield Held(flag, f"{whole:g} s{left}", took, text)

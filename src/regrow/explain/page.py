@@ -234,7 +234,7 @@ def worker_time(cost: Cost) -> str:
     whose = f"all {known} workers{together}" if known and known > 1 else f"all workers{together}"
     if known is not None and every is not None and known < every:
         whose = f"the {count(known, 'worker')} of {every} whose time is recorded"
-    before = "" if cost.all_is_known else "; `regrow goodput` has the steps that were cut off, too"
+    before = "" if cost.all_is_known else "; without the steps that were cut off (`regrow goodput`)"
     if cost.before_s >= _SHOWN_S:
         before = f", {seconds(cost.before_s)} of it before the timeline, since their last steps"
     return f"{seconds(cost.worker_seconds)} of {whose} ({about} worker-hours){before}"

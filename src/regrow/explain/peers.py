@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from regrow.events import Failure, InProcessRestart, OtherFailure
 from regrow.events.evidence import Record, integer, integers, real, text
+from regrow.events.story_incidents import EXITED
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, worker
 
@@ -203,7 +203,7 @@ def _consequences(failure: Failure) -> Iterator[str]:
 def _failed(other: OtherFailure) -> str:
     what = other.what
     what = what if len(what) <= _LONGEST else f"{what[: _LONGEST - 3]}..."
-    if (found := _EXITED.match(what)) is not None:
+    if (found := EXITED.match(what)) is not None:
         what, exited = f"failed with {found[2]}", f", and exited with code {found[1]}"
     else:
         exited = ""
@@ -211,6 +211,3 @@ def _failed(other: OtherFailure) -> str:
     if (stopped := other.stopped_with) is not None:
         later += f"; regrow then stopped it ({stopped})"
     return f"{worker(other.rank, other.host, other.pid)} {what}{later}{exited}"
-
-
-_EXITED = re.compile(r"exited with code (\d+): (.+)", re.DOTALL)

@@ -70,6 +70,7 @@ def _cut_short(scene: Scene, restart: InProcessRestart, ended: Record) -> Explan
             worker_seconds=None if size is None else waited * size,
             workers=size,
             all_workers=size,
+            all_is_known=step is None,
             restarts=1,
             restarts_left=left,
         ),
@@ -114,7 +115,8 @@ def how_replaced(each: Replacement) -> str:
     """Return how a new process was started for a rank, in one line."""
     if each.pid is None:
         return f"rank {each.rank} got a new process: {each.origin or 'on another host'}"
-    after = f", {relative(each.started_after_s, 0.0, 'the end')}" if each.started_after_s else ""
+    end = f"the end of pid {each.ended_pid}"
+    after = f", {relative(each.started_after_s, 0.0, end)}" if each.started_after_s else ""
     if each.source == "standby":
         stood_by = f"pid {each.pid}, a standby process (--standby)"
         return f"{stood_by}, took the place of rank {each.rank}{after}"

@@ -73,6 +73,7 @@ def lost_time(
         parts = [(attempt, _OF_AN_END | _OF_A_JOB_END), (-1, _BETWEEN_RUNS)]
     else:
         parts = [(attempt, _OF_AN_END), (following, _OF_A_START)]
+    before = {(span.log, span.local_rank) for span in spans.get(attempt, ())}
     before_s = 0.0
     found: dict[str, float] = {}
     workers: dict[int, set[tuple[str, int]]] = {number: set() for number, _ in parts}
@@ -82,7 +83,8 @@ def lost_time(
             worker: tuple[str, int] = (span.log, span.local_rank)
             more: set[str] = set()
             if number == following:
-                more = set() if worker in redone else _OF_A_KEPT_START
+                if worker not in redone:
+                    more = _OF_A_KEPT_START if worker in before else _OF_A_JOIN
                 left = most_redone_s - redone.setdefault(worker, 0.0)
             own = {b: s for b, s in span.seconds.items() if s > 0 and b in wanted | more}
             if number == following and buckets.REDONE in own:
@@ -111,10 +113,11 @@ def lost_time(
 
 _OF_AN_END = {
     *(buckets.UNFINISHED, buckets.DETECTION, buckets.STOPPING),
-    *(buckets.MEETING, buckets.RESTART, buckets.STARTUP_PROCESSES, buckets.LOST_RANKS),
+    *(buckets.MEETING, buckets.RESTART, buckets.STARTUP_PROCESSES),
 }
 _OF_A_JOB_END = {buckets.FINISHING}
 _OF_A_START = {buckets.STARTUP_SCRIPT, buckets.STARTUP_FIRST_STEP, buckets.REDONE}
+_OF_A_JOIN = {buckets.STARTUP_PROCESSES}  # the first span of a worker of a host that joins
 _OF_A_KEPT_START = {buckets.RESTART}  # the first span of a process that goes on from the last one
 _BETWEEN_RUNS = {buckets.WAITING_FOR_SCHEDULER}
 

@@ -191,8 +191,14 @@ class _Builder:
                 self._process(attempt, local_rank, start, at, final, ending, kept=is_kept)
                 vacant_since, start = at, None
         if start is None:
-            length = attempt.end - vacant_since
-            self._add(local_rank, number, vacant_since, attempt.end, {buckets.LOST_RANKS: length})
+            for until, bucket in (
+                (end.failed, buckets.LOST_RANKS),  # the others continued
+                (end.detected, buckets.DETECTION),
+                (attempt.end, buckets.STOPPING),
+            ):
+                over = _clamp(until, vacant_since, attempt.end)
+                self._add(local_rank, number, vacant_since, over, {bucket: over - vacant_since})
+                vacant_since = over
         else:
             self._process(attempt, local_rank, start, attempt.end, final, end, kept=is_kept)
 

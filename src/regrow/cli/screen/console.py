@@ -41,7 +41,7 @@ from itertools import chain, count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from regrow._accounts import REPEATED, REPEATED_PHASES, STEPS
+from regrow._accounts import FIRST_STEP, REPEATED, REPEATED_PHASES, STEPS
 from regrow.cli.exit_codes import BRIEF
 from regrow.cli.screen.losable import LosableHosts
 from regrow.utils import begin_time_stamps, quieten, stamped
@@ -88,7 +88,7 @@ _WITHIN_BUDGET = tuple(
 _ACCOUNTS = "regrow.worker.accounts"
 _OF_THE_LEDGER = ("accounts", "account")
 """Fields with some kilobytes of each worker in each attempt, for the ledger."""
-_STEPS = (STEPS, *REPEATED, REPEATED_PHASES)
+_STEPS = (STEPS, FIRST_STEP, *REPEATED, REPEATED_PHASES)
 """The rows of accounts that show in the story how long steps were done again."""
 
 _OVER = ("regrow.rendezvous.completed", "regrow.job.stopping", "regrow.job.finished")
