@@ -265,8 +265,8 @@ def test_the_silence_of_a_rank_that_hung_begins_with_its_last_step_and_is_lost_b
     None
 ):
     account = {"since_monotonic": 105.0}
-    times = {"monotonic": 106.01, "ended_monotonic": 106.0}
-    ended = vacated(2, pid=72, exitcode=-9, **times, account=account)
+    times: Line = {"monotonic": 106.01, "ended_monotonic": 106.0}
+    ended = vacated(2, pid=72, exitcode=-9, account=account, **times)
     fields = {"kind": "TERMINATED", "monotonic": 106.02}
     found = story_of(expired(), ended, replaced(2), restarted(1, replaced=[2], **fields))
     assert found.in_place[0].silent_s == pytest.approx(106.0 - 105.0)

@@ -14,6 +14,7 @@ import pytest
 
 from helpers.stories import without_times
 from regrow.events import print_story, story
+from regrow.events.clocks import on_one_clock
 
 Line = dict[str, Any]
 SILENT = "no heartbeat arrived for 4 s"
@@ -265,3 +266,23 @@ def test_directories_of_different_jobs_are_refused(
     dirs = [written(tmp_path / "a", log_of(ONE)), written(tmp_path / "b", other)]
     assert print_story(*dirs, as_json=False, out=io.StringIO()) == 2
     assert "is of job other, and" in capsys.readouterr().err
+
+
+def test_a_host_that_was_lost_does_not_set_the_clocks_of_the_others() -> None:
+    """It started first, and has one event in common with each other host."""
+    lost = Host("node3", 7_000.0)
+    alone = [
+        lost.line(-0.5, "job.started", -1, nnodes="2:3"),
+        lost.line(0.52, "rendezvous.completed", 0, group_world_size=3),  # 20 ms after the others
+    ]
+    others = [*log_of(ONE), *log_of(TWO)]
+    for event in others:  # node2 is slow to record this one
+        if (event["name"], event["host"]) == ("regrow.rendezvous.completed", "node2"):
+            event["monotonic"] += 0.019 if event["attempt"] == 0 else 0.0
+    moved, day = on_one_clock([*alone, *others])
+    starts: dict[str, list[float]] = {}
+    for each in moved:
+        if each["name"] == "regrow.attempt.started":
+            starts.setdefault(each["host"], []).append(each["monotonic"])
+    assert starts["node1"] == pytest.approx(starts["node2"], abs=1e-6)
+    assert day == pytest.approx(DAY - 0.5)
