@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from helpers.commands import run as run_command
 from helpers.explained.lost_hosts import HOST_SCENARIOS
 from helpers.explained.lost_hosts import run as run_on_hosts
 from helpers.explained.scenarios import SCENARIOS, require_limited_memory, run
@@ -48,14 +50,14 @@ EXPECTED: Mapping[str, Expected] = {
     "budget-spent": Expected("exception", 3, "No space left", (1, 2), "startup"),
     "crash-loop": Expected("exception", 3, "refused the connection", (1, 2), "startup"),
     "preempted": Expected("stop", None, "SIGTERM to the agent", (), "stopping"),
-    "stopped-early": Expected("stop", None, "asked by       SIGTERM", (), "stopping"),
+    "stopped-early": Expected("stop", None, "asked by SIGTERM to the agent", (), "stopping"),
     "in-process": Expected("exception", 1, "in fault", (), "redoing"),
     "in-process-time-out": Expected(
-        "hang", 1, "    time.sleep(1000)", (), "silent", "Wrapper(soft_timeout=)"
+        "hang", 1, " time.sleep(1000)", (), "silent", "Wrapper(soft_timeout=)"
     ),
     "wrapper-gives-up": Expected("exception", 1, "gradient overflow", (), "redoing"),
     "replaced": Expected("signal", 2, "killed by SIGKILL", (1,), "barrier"),
-    "standby": Expected("signal", 2, "by a standby process (--standby)", (1,), "redoing"),
+    "standby": Expected("signal", 2, "a standby process (--standby)", (1,), "redoing"),
     "preload": Expected("exception", 3, "forked from the template", (1, 2), "redoing"),
     "continues-without": Expected("signal", 1, "went on without rank 1", (), "redoing"),
     "replaced-and-fails-again": Expected("signal", None, "sent by", (1,), "barrier"),
@@ -86,7 +88,7 @@ HOSTS: Mapping[str, Expected] = {
     ),
     "server-killed": Expected("server", None, "its agent started another server", (), "server"),
     "rendezvous-lost": Expected(
-        "node", None, "witness", (3, 4), "searching", "--rdzv-conf reconnect_timeout"
+        "node", None, "witness", (1, 2, 3, 4), "searching", "--rdzv-conf reconnect_timeout"
     ),
     "host-joined": Expected("membership", 4, "host node3 asked to join", (1, 2, 3), "startup"),
     "host-lost-in-place": Expected(
@@ -125,6 +127,37 @@ def test_the_failure_of_a_real_job_is_explained(name: str, tmp_path: Path) -> No
         assert [each.rung for each in found] == [1, 3]
     if EXPECTED[name].rung == 3 and name not in WITHOUT_REDONE_STEPS:
         assert found[0].cost.steps, page(found[0])
+
+
+LOADS = """
+import os, time, regrow
+from regrow.inprocess import CallWrapper, Wrapper
+
+@Wrapper()
+def train(call: CallWrapper):
+    if call.iteration:
+        time.sleep(1.0)  # loads its checkpoint
+    for step in range(20 if call.iteration else 0, 60):
+        time.sleep(0.02)
+        if call.iteration == 0 and os.environ["RANK"] == "1" and step == 25:
+            raise RuntimeError("a fault")
+        regrow.step(step)
+
+train()
+"""
+
+
+def test_the_loading_after_an_in_process_restart_is_part_of_its_cost(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOADS)
+    start = ["--standalone", "--nproc-per-node", "2", "--log-dir", "runs", "train.py"]
+    ended = run_command([sys.executable, "-m", "regrow.run", *start], cwd=tmp_path)
+    assert ended.code == 0, ended.output
+    ((found,),) = read_explanations([str(tmp_path / "runs")], print).values()
+    phases = {phase.name: phase.length_s for phase in found.timeline}
+    assert phases["startup"] == pytest.approx(1.0, abs=0.2), page(found)
+    assert found.cost.seconds == pytest.approx(sum(phases.values()))
+    assert found.cost.steps in (5, 6, 7)  # the other rank may be some steps ahead
+    assert "lost: starting 1." in ended.output, ended.output
 
 
 @thorough
