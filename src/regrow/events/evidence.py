@@ -6,6 +6,7 @@ Every field of an event may be missing or have another type. Such a field counts
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,6 +24,8 @@ STOP_SPREAD_S = 5.0
 """Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 
 
+EXITED = re.compile(r"exited with code (\d+): (.+)", re.DOTALL)
+"""The words for a worker that failed with an exception, and exited with a code."""
 STOP_EVENTS = ("stop.requested", "stop.decided", "stop.failed")
 """Names, without `regrow.`, of the events of a request that all ranks stop at the same step."""
 

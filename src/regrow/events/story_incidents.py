@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING
 
-from regrow.events.evidence import describe_node, short_scope
+from regrow.events.evidence import EXITED, describe_node, short_scope
 from regrow.events.silences import without_heartbeat_s
 from regrow.utils import source_text
 
@@ -40,8 +39,6 @@ _MOST_LOST = 16
 _MOST_PLACES = 8  # most places of workers in a comparison of stacks
 _MOST_RANKS = 32
 _LATE = "an unknown delay: the guardian, which watches the workers, was paused"
-EXITED = re.compile(r"exited with code (\d+): (.+)", re.DOTALL)
-"""The words for a worker that failed with an exception, and exited with a code."""
 _LONGEST = 300  # most characters of a text from the job
 
 
@@ -336,8 +333,13 @@ def in_process_restart(restart: InProcessRestart) -> Block:
         rows.append(("detected after", silent, note, at))
     if restart.phases:
         phase, after = restart.phases[-1]
-        steps = ", ".join(f"{clean(name)} {duration(s)}" for name, s in restart.phases[:-1])
-        note = f"times since the fault: {steps}" if steps else ""
+        steps = ", ".join(
+            f"{clean(name)} {duration(s)}"
+            for name, s in restart.phases[:-1]
+            if s or not restart.silent_s  # a time-out is noticed by the rank itself
+        )
+        begin = "it was given up" if restart.silent_s else "the fault"
+        note = f"times since {begin}: {steps}" if steps else ""
         rows.append((f"{clean(phase)} after", duration(after), note, _later(restart, after)))
     rows += _column("replaced", [_replacement(each) for each in restart.replaced])
     rows += _column("not replaced", [clean(each) for each in restart.not_replaced])

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from regrow.events import Failure, InProcessRestart, OtherFailure
-from regrow.events.evidence import Record, integer, integers, real, text
-from regrow.events.story_incidents import EXITED
+from regrow.events.evidence import EXITED, Record, integer, integers, real, text
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, worker
 
