@@ -401,6 +401,25 @@ def test_in_process_restarts_and_replaced_processes_are_on_the_lower_rungs(
     assert found.restarts_left == 2
 
 
+def test_a_restart_of_a_rank_that_hung_begins_with_its_last_sign_of_life(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    job.start()
+    job.emit(
+        "inprocess.restarted",
+        iteration=1,
+        kind="SOFT_TIMEOUT",
+        rank=1,
+        message="no automatic progress for 4 s, at train.py:7 in load",
+        replaced=[],
+        seconds={"detected": 0.0, "called": 0.5},
+    )
+    (restart,) = seen(tmp_path).restarts
+    assert restart.phases == (("detected", 4.0), ("called", 4.5))
+    written = json.loads((job.directory / "events.jsonl").read_text().splitlines()[-1])
+    assert restart.time == pytest.approx(written["time"] - 4.5)
+
+
 def test_steps_that_were_done_again_after_in_process_restarts_are_counted(
     job: WrittenJob, tmp_path: Path
 ) -> None:

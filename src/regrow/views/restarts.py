@@ -143,7 +143,9 @@ def restarts_of(of_job: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
     for each in of_job.in_place:
         key = each.attempt, each.iteration
         times = [log.in_process[key] for log in logs if key in log.in_process]
-        lasted = max((after for _, after in each.phases), default=0.0)
+        # As on the other rungs, the recovery from a hang begins with the last sign of life.
+        phases = tuple((name, each.silent_s + after) for name, after in each.phases)
+        lasted = max((after for _, after in phases), default=0.0)
         found.append(
             Restart(
                 rung=2 if each.replaced else 1,
@@ -152,7 +154,7 @@ def restarts_of(of_job: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
                 time=min(times) - lasted if times else None,
                 rank=each.rank,
                 what=each.what,
-                phases=each.phases,
+                phases=phases,
                 lost_steps=None,
             )
         )
