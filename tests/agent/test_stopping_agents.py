@@ -285,6 +285,24 @@ def test_without_a_node_the_others_learn_that_the_job_ends() -> None:
 LEAVES, STAYS = NodeReport(9, 2, 2, True, False), NodeReport(5, 2, 2, False, False)
 
 
+@pytest.mark.parametrize(
+    ("min_nodes", "own", "decided"),
+    [
+        (1, STAYS, b"leave\n"),
+        (2, STAYS, b"end"),  # the job needs both
+        (None, STAYS, b"end"),
+        (1, STAYS._replace(whole=True), b"end"),
+    ],
+)
+def test_a_node_that_does_not_report_in_time_ends_no_other_one_for_one_that_leaves(
+    min_nodes: int | None, own: NodeReport, decided: bytes
+) -> None:
+    store = MemoryStore()
+    with pytest.raises(Exception, match="first/1"):
+        agree(store, 0, 0, 2, monotonic() + 0.05, min_nodes, lambda _until=None: own)
+    assert store.get("stop/0/verdict") == decided
+
+
 def test_a_second_request_in_a_round_does_not_see_the_reports_of_the_first() -> None:
     store = MemoryStore()
     assert agreed(STAYS, LEAVES, min_nodes=1, store=store) == [Leave()] * 2
@@ -376,6 +394,7 @@ class Node:
         self.stop.before_start({0: environment})
         nothing = cast(Any, None)
         self.stop.on_start(StartedWorkers(0, [0], nothing, nothing))
+        assert self.messages.get(timeout=PATIENCE)() == events.WorkersStarted()
         assert self.stop.stopped() == ""
         worker = subprocess.Popen([sys.executable, "-c", STEPPING], env=os.environ | environment)
         wait_until(self._is_asked, "a worker that calls should_stop")
@@ -397,10 +416,11 @@ def test_a_node_goes_on_without_one_that_leaves_before_the_agents_agree(whole: b
         node.stop.before_start({0: {}})
         nothing = cast(Any, None)
         node.stop.on_start(StartedWorkers(1, [1], nothing, nothing))
+        assert node.messages.get(timeout=PATIENCE)() == events.WorkersStarted()
         why = "SIGTERM on host node2"
         store.set("stop/0/asked", encode_request(why, PATIENCE, leaves=not whole))
         begun = node.messages.get(timeout=PATIENCE)()
-        assert begun == events.StopBegun(workers_run=True, of_another_node=not whole)
+        assert begun == events.StopBegun(of_another_node=not whole)
         node.job.group.store.close()  # the round is over
         then = node.messages.get(timeout=PATIENCE)()
         assert then == (events.Signaled(signal.SIGTERM) if whole else events.StopDropped())
@@ -464,26 +484,62 @@ def test_a_job_without_workers_ends_at_once(phase: AgentPhase) -> None:
 
 def test_workers_of_which_the_loop_does_not_know_yet_stop_at_the_same_step() -> None:
     forming = RUNNING._replace(phase=AgentPhase.FORMING)
-    state, actions = decide(forming, events.StopBegun(workers_run=True))
+    forming, actions = decide(forming, events.WorkersStarted())
+    assert actions == ()
+    state, actions = decide(forming, events.StopBegun())
     assert (state.stopping, state.phase, actions) == (True, AgentPhase.FORMING, ())
     state, actions = decide(state, events.Formed(1.0, 5, True, False))
     assert (state.stopping, state.phase) == (True, AgentPhase.RUNNING)
     assert not any(isinstance(action, events.Interrupt) for action in actions)
 
 
-def test_a_node_whose_workers_are_being_stopped_does_not_end_with_one_that_leaves() -> None:
-    store = MemoryStore()
-    node = Node(store.session(), rank=1, nodes=3, min_nodes=1)
-    node.stop.open()
-    try:
-        node.stop.before_start({0: {}})
-        node.stop.on_start(StartedWorkers(1, [1], cast(Any, None), cast(Any, None)))
-        node.stop.before_stop()
-        store.set("stop/0/asked", encode_request("SIGTERM", PATIENCE, leaves=True))
-        assert node.messages.get(timeout=PATIENCE)() is None
-        assert not node.job.stopping
-    finally:
-        node.stop.close()
+def test_a_signal_that_comes_when_a_restart_has_begun_ends_the_job() -> None:
+    """The workers that have started are the old ones, and the restart would forget the request."""
+    forming = RUNNING._replace(phase=AgentPhase.FORMING)
+    state, _ = decide(forming, events.WorkersStarted())
+    state, _ = decide(state, events.Formed(1.0, 5, True, False))
+    state, _ = decide(state, events.RoundOver(5, "a host is lost", 2.0, lost=True))
+    assert state.phase is AgentPhase.FORMING
+    _, actions = decide(state, events.StopBegun())
+    assert actions == (events.Interrupt(signal.SIGTERM),)
+
+
+OTHER_LEAVES = events.StopBegun(of_another_node=True)
+WAITING = [AgentPhase.FORMING, AgentPhase.BACKOFF, AgentPhase.STOPPING, AgentPhase.AWAITING_VERDICT]
+
+
+@pytest.mark.parametrize("phase", WAITING)
+def test_a_node_whose_workers_do_not_run_does_not_end_with_one_that_leaves(
+    phase: AgentPhase,
+) -> None:
+    state = RUNNING._replace(phase=phase)
+    assert decide(state, OTHER_LEAVES) == (state, ())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.RoundOver(4, "its agent got SIGTERM", 1.0),
+        events.RoundOver(4, "its workers failed", 1.0, failed=True),
+        events.CheckResult(WorkerState.FAILED, 0, 1.0),
+    ],
+    ids=["it has left", "a worker of another node failed", "a worker of this node failed"],
+)
+def test_a_node_restarts_as_ever_while_another_one_leaves(event: events.Event) -> None:
+    running = RUNNING._replace(remaining_restarts=1, shared=False)
+    state, actions = decide(running, OTHER_LEAVES)
+    assert actions == ()
+    after, actions = decide(state, event)
+    assert (after._replace(outlives=False), actions) == decide(running, event)
+
+
+def test_a_node_goes_on_if_the_other_one_leaves_before_the_loop_knows_of_the_new_workers() -> None:
+    state, _ = decide(RUNNING._replace(phase=AgentPhase.FORMING), events.WorkersStarted())
+    state, _ = decide(state, OTHER_LEAVES)
+    state, _ = decide(state, events.RoundOver(5, "its agent got SIGTERM", 1.0))
+    state, actions = decide(state, events.Formed(2.0, 5, True, False))
+    assert state.phase is not AgentPhase.ENDED
+    assert not any(isinstance(action, events.Interrupt) for action in actions)
 
 
 def test_workers_that_have_stopped_end_the_job() -> None:

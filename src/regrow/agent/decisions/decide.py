@@ -55,7 +55,8 @@ A signal ends the run in any phase; the loop then stops the workers with that si
 
 While all ranks are to stop at the same step (`StopBegun`), the job neither restarts nor fails. A
 failure or a change of membership ends it as a SIGTERM does, because new workers could only save
-what they had loaded. A node that has reached the exit barrier has saved.
+what they had loaded. A node that has reached the exit barrier has saved. If only another node has
+to end, this one restarts as ever.
 
 The caller provides the clock: times in events are monotonic seconds.
 """
@@ -120,6 +121,7 @@ class AgentState(NamedTuple):
     verdict: events.Verdict | None = None  # on this node's failure in the latest attempt
     ended: bool = False  # in AWAITING_VERDICT: the group has ended, the verdict has not arrived
     next_reason: str = ""  # in BACKOFF: reason of the next restart
+    started: bool = False  # in FORMING: the new workers are about to run
     stopping: bool = False  # all ranks are to stop at the same step
     outlives: bool = False  # and if the round ends before, this node goes on without the other one
 
@@ -141,20 +143,23 @@ def decide(state: AgentState, event: events.Event) -> Decision:
     if isinstance(event, events.StopDropped):
         return state._replace(stopping=False), ()
     if isinstance(event, events.StopBegun):
+        starts = state.phase is AgentPhase.FORMING and state.started
+        waits = starts or state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER)
         outlives = event.of_another_node
+        if outlives and not waits:
+            return state, ()  # its workers are being stopped anyway, and it goes on
         state = state._replace(stopping=True, outlives=outlives, gathered=0, gather_until=None)
-        starts = state.phase is AgentPhase.FORMING and event.workers_run
-        if starts or state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER):
-            return state, ()
-        return _decide(state, events.Signaled(signal.SIGTERM))
+        return (state, ()) if waits else _decide(state, events.Signaled(signal.SIGTERM))
+    if isinstance(event, events.WorkersStarted):
+        return state._replace(started=True), ()
     if state.stopping and isinstance(event, events.JoinRequested):
         return state, ()
     after, actions = _decide(state, event)
     if not state.stopping or not any(isinstance(each, _ATTEMPT_ENDS) for each in actions):
         return after, actions
-    failed = isinstance(event, events.RoundOver) and event.failed
-    if state.outlives and isinstance(event, events.RoundOver) and not failed:
+    if state.outlives:  # only another node has to end: this one goes on as without the request
         return _decide(state._replace(stopping=False), event)
+    failed = isinstance(event, events.RoundOver) and event.failed
     if state.phase is AgentPhase.BARRIER and not failed:
         return _finish(state, WorkerState.SUCCEEDED)
     return _decide(state, events.Signaled(signal.SIGTERM))
@@ -429,7 +434,7 @@ def _stop(state: AgentState, *, report: bool = False) -> Decision:
 
 
 def _restart(state: AgentState, action: events.Restart) -> Decision:
-    return state._replace(phase=AgentPhase.FORMING), (action,)
+    return state._replace(phase=AgentPhase.FORMING, started=False), (action,)
 
 
 def _again(

@@ -155,11 +155,13 @@ class Signaled(NamedTuple):
     signum: int
 
 
+class WorkersStarted(NamedTuple):
+    """The workers of the attempt that is being formed are about to run."""
+
+
 class StopBegun(NamedTuple):
     """All ranks of the job are to stop at the same step; see `features.early_stop`."""
 
-    workers_run: bool = False
-    """Whether workers of this node run; the loop may not know yet that they have started."""
     of_another_node: bool = False
     """Whether only another node has to end, so that this one may go on without it."""
 
@@ -186,6 +188,7 @@ Event = (
     | Stopped
     | BarrierOver
     | Signaled
+    | WorkersStarted
     | StopBegun
     | StopDropped
 )

@@ -34,7 +34,7 @@ from regrow._stopping import END, HOLD, RUN, STOP_COMMAND
 from regrow.agent.api import WorkerState
 from regrow.agent.decisions import early_stop as rules
 from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
-from regrow.agent.decisions.events import Event, Signaled, StopBegun, StopDropped
+from regrow.agent.decisions.events import Event, Signaled, StopBegun, StopDropped, WorkersStarted
 from regrow.agent.features import Feature
 from regrow.agent.features import stop_agreement as agreement
 from regrow.agent.features.native_waits import kill_soon
@@ -102,7 +102,7 @@ class EarlyStop(Feature):
         self._page: StopPage | None = None
         self._workers: StartedWorkers | None = None
         self._ranks = 0
-        self._runs = False  # whether workers run, also before the loop learns that they do
+        self._starting = False  # new workers are about to run; the group becomes HEALTHY then
         self._limit: float | None = None  # monotonic seconds: end of the time limit
         self._request: Request | None = None
         self._changed = threading.Condition()  # notified when a worker may use the page
@@ -118,6 +118,7 @@ class EarlyStop(Feature):
         """See base class: the time limit begins."""
         self._request = self._limit = self._job.kill_at = None
         self._job.stopping, self._announced, self._is_asked = False, -math.inf, False
+        self._starting = False
         self._page = StopPage(self._job.group.spec.local_world_size)
         if self._time_limit is not None:
             self._limit = monotonic() + self._time_limit
@@ -143,7 +144,8 @@ class EarlyStop(Feature):
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class: wait for a request of another agent."""
-        self._workers, self._ranks, self._runs = workers, len(workers.ranks), True
+        self._workers, self._ranks = workers, len(workers.ranks)
+        self._job.post(self._on_started)
         self._await_request(0)
 
     def _await_request(self, number: int) -> None:
@@ -161,7 +163,7 @@ class EarlyStop(Feature):
         If only another node has to end, the workers start again without it.
         """
         request, page = self._request, self._page
-        self._runs = False
+        self._starting = False
         if page is None:
             return
         if request is not None and request.is_of_another_node:
@@ -195,6 +197,10 @@ class EarlyStop(Feature):
         """Return the source of a request to stop the whole job; "" if there is none."""
         request = self._request
         return request.why if request is not None and request.whole else ""
+
+    def _on_started(self) -> Event:
+        self._starting = True
+        return WorkersStarted()
 
     def on_wake(self) -> None:
         """See base class: a worker may have begun to call `should_stop`."""
@@ -257,7 +263,9 @@ class EarlyStop(Feature):
                 request.asked = request.asked or _text(signum, is_command)
                 self._limit_grace(request, now + self._job.shutdown_timeout)
             within = request.signaled is not None and now - request.signaled < _SAME_S
-            return None if first or within or ignored else event
+            if first:
+                return StopBegun(of_another_node=request.is_of_another_node)
+            return None if within or ignored else event
         asked = _text(signum, is_command)
         if is_command and self._workers_run():
             return self._begin(self._here(asked), asked=asked, signaled=now)
@@ -287,7 +295,9 @@ class EarlyStop(Feature):
         return (self._job.group.group_world_size or 1) == 1
 
     def _workers_run(self) -> bool:
-        return self._runs and not self._job.leaving
+        state = self._job.group.state
+        starts = self._starting and state in (WorkerState.INIT, WorkerState.STOPPED)
+        return (starts or state is WorkerState.HEALTHY) and not self._job.leaving
 
     def _workers_take_part(self) -> bool:
         return self._workers_run() and self._page is not None and self._page.using() > 0
@@ -311,8 +321,6 @@ class EarlyStop(Feature):
         except ValueError:
             logger.warning("ignored a malformed request to stop: %.200r", text)
             return None
-        if leaves and not self._runs:
-            return None  # the workers of this node are being stopped for another round
         return self._begin(why, left=left, another_leaves=leaves)
 
     def _begin(
@@ -359,7 +367,7 @@ class EarlyStop(Feature):
             logger.warning("%s: the ranks wait until the agents decide which of them stop", why)
         asks = another_leaves is None
         start_thread(partial(self._agree, request, asks), "regrow-stop")
-        return StopBegun(self._runs, of_another_node=request.is_of_another_node)
+        return StopBegun(of_another_node=request.is_of_another_node)
 
     def _limit_grace(self, request: Request, until: float) -> None:
         """Shorten the grace of a request, because this agent has got a signal as well."""
@@ -386,7 +394,7 @@ class EarlyStop(Feature):
 
     def _on_verdict(self, request: Request, verdict: Verdict | None) -> Event | None:
         page, job = self._page, self._job
-        if isinstance(verdict, Leave) and not job.leaving:
+        if isinstance(verdict, Leave) and verdict.hosts and not job.leaving:
             logger.warning("%s after SIGTERM; the others go on", verdict.hosts)
         if request is not self._request or page is None or page.decision != HOLD or job.leaving:
             return None  # the job has ended in another way meanwhile
@@ -404,10 +412,10 @@ class EarlyStop(Feature):
                 left = round((job.kill_at or 0.0) - monotonic(), 1)
                 logger.warning("all ranks stop at call %s of should_stop, within %g s", call, left)
                 request.whole = True
-                return StopBegun(self._runs)
+                return StopBegun()
+            case Leave() if request.is_of_another_node:
+                return self._go_on(page)
             case Leave():
-                if not request.leaves:
-                    return self._go_on(page)
                 reason = "the other nodes go on"
             case EndNow():
                 request.whole = True

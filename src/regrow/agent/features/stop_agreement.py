@@ -82,7 +82,8 @@ def agree(
         store.wait([key], timedelta(seconds=max(0.01, left)))
         return store.get(key)
 
-    publish("first", report())
+    own = report()
+    publish("first", own)
     if rank:
         if waited(following) == _AGAIN:
             publish("second", report(second_until))
@@ -95,7 +96,9 @@ def agree(
             publish("second", report(second_until))
             verdict = rules.decide(gathered("second"), min_nodes, final=True)
     finally:
-        verdict = EndNow() if verdict is None else verdict
+        if verdict is None:  # a report is missing; only the node that leaves has to end
+            is_leave = not own.whole and min_nodes is not None and nodes > min_nodes
+            verdict = Leave() if is_leave else EndNow()
         # A node that leaves ends the round for all, also before the answer to this call.
         with suppress(StoreClosedError) if isinstance(verdict, Leave) else nullcontext():
             store.multi_set([following, verdict_key(number)], [b"", rules.encode_verdict(verdict)])
