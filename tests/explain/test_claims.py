@@ -1011,6 +1011,29 @@ def test_the_pages_of_a_job_that_succeeded_cost_what_its_story_lost(name: str) -
     assert lost == pytest.approx(sum(costs), abs=0.001)
 
 
+def test_the_name_of_a_host_is_no_format_and_controls_no_terminal() -> None:
+    logs = recorded("exception-seen-elsewhere")
+    for events in logs.values():
+        for event in events:
+            if event["name"] == "regrow.worker.failed":
+                event["told_host"] = "node{1}\x1b[31m"
+                event["exited_monotonic"] = event["told_monotonic"] + 1
+    (found,) = list(explain(logs).values())[-1]
+    assert "\x1b" not in page(found)
+    assert r"node{1}\x1b[31m" in page(found)
+
+
+@pytest.mark.parametrize("name", ["nnodes", "told_host"])
+def test_fields_of_any_type_are_unknown(name: str) -> None:
+    logs = recorded("exception-seen-elsewhere")
+    for events in logs.values():
+        for event in events:
+            if name in event:
+                event[name] = 10**5000
+    (found,) = list(explain(logs).values())[-1]
+    assert "ValueError: batch of 0 rows" in page(found)
+
+
 def test_a_worker_that_was_paused_is_not_told_as_hung_by_itself() -> None:
     told = story(event for events in recorded("sigstop-heartbeat").values() for event in events)
     text = without_times(told.render(200))

@@ -46,6 +46,18 @@ def replaced(restarts: int) -> list[Line]:
     return found
 
 
+def on_many_hosts(restarts: int) -> list[Line]:
+    """A job on so many hosts, with as many in-process restarts of the last rank."""
+    found = [line("job.started", 0.0, -1, time=0.0, nproc_per_node=1)]
+    for rank in range(restarts):
+        known = {"world_size": restarts, "ranks": [rank], "pids": {str(rank): rank + 1}}
+        found.append(line("attempt.started", 1.0, 0, **known))
+    for number in range(restarts):
+        fields = {"iteration": number + 1, "rank": restarts - 1, "kind": "EXCEPTION"}
+        found.append(line("inprocess.restarted", 60.0 * (number + 1), 0, **fields))
+    return found
+
+
 def calls_of(work: Callable[[list[Line]], object], events: list[Line]) -> int:
     """Return how many functions are called while something is derived from events."""
     count = 0

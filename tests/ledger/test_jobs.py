@@ -492,6 +492,13 @@ def test_a_lost_rank_that_failed_itself_has_the_time_from_its_failure_to_its_end
     assert seconds(only(log)) == parts | {"detection": 1.5 + 1}  # no other rank continued
 
 
+def test_a_lost_rank_stays_lost_while_the_job_runs() -> None:
+    log = Log().start(0).add(12, "inprocess.lost", local_rank=0, lost_monotonic=62.0)
+    log.add(13, "worker.accounts", accounts={"0": log.account()})
+    found = seconds(only(log.add(80, "metrics")))
+    assert found["lost_ranks"] == pytest.approx(sum(found.values()) - 12)
+
+
 @pytest.mark.parametrize("name", ["timer.expired", "heartbeat.stalled"])
 @pytest.mark.parametrize(
     ("pid", "reported_at", "unfinished"), [(7, 39.9, 1), (8, 39.9, 28), (7, 11, 28)]

@@ -28,7 +28,7 @@ def accounts_of(events: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
-def seconds_of(account: Record, rows: Iterable[str]) -> float:
+def row_seconds(account: Record, rows: Iterable[str]) -> float:
     """Return the seconds of some rows of an account; 0.0 if there are none."""
     spent = account.get("seconds")
     return sum((real(spent, row) or 0.0) for row in rows) if isinstance(spent, Mapping) else 0.0
@@ -43,7 +43,7 @@ def steps_of(account: Record, rows: Iterable[str]) -> int:
 def step_s(accounts: Iterable[Record]) -> float | None:
     """Return the mean seconds of a step of some workers; None if that is not recorded."""
     paces = [
-        seconds_of(account, _PACED) / steps
+        row_seconds(account, _PACED) / steps
         for account in accounts
         if (steps := steps_of(account, _PACED))
     ]
@@ -62,7 +62,7 @@ def loading_s(accounts: Iterable[Record], restarts: int) -> float | None:
         step after each of these restarts; None if there is none, or their pace is unknown.
     """
     found = [
-        max(seconds_of(account, [FIRST_REPEATED_STEP]) / restarts - pace, 0.0)
+        max(row_seconds(account, [FIRST_REPEATED_STEP]) / restarts - pace, 0.0)
         for account in accounts
         if restarts and steps_of(account, [FIRST_REPEATED_STEP]) == restarts
         if steps_of(account, [FIRST_STEP]) and (pace := step_s([account])) is not None
@@ -80,7 +80,7 @@ def redone_s(ended: Record) -> list[float] | None:
     if not accounts:
         return None
     return [
-        seconds_of(account, (REPEATED_STEPS, REPEATED_PHASES))
+        row_seconds(account, (REPEATED_STEPS, REPEATED_PHASES))
         + (step_s([account]) or 0.0) * steps_of(account, [FIRST_REPEATED_STEP])
         for account in accounts
         if steps_of(account, REPEATED)

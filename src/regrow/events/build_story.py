@@ -160,7 +160,7 @@ class _StoryBuilder:
                 [*in_place, *unfinished],
                 reports_steps=bool(self.with_steps),
                 redone_s=self._redone_s(),
-                ends_s=self._ends_s(finished),
+                ends_s=_ends_s(finished),
             ),
             addresses=self.hosts.addresses,
             helpers=(*self._helpers(), *self._chaos()),
@@ -262,10 +262,6 @@ class _StoryBuilder:
         )
         return since(last, min(map(_at, self.by_name["regrow.job.started"])))
 
-    def _ends_s(self, finished: Record) -> float | None:
-        """Return when a job that failed ended; None: it did not fail, or that is not recorded."""
-        return real(finished, "monotonic") if text(finished, "state") == "FAILED" else None
-
     def _with_silence(self, restart: InProcessRestart) -> InProcessRestart:
         """Return a restart with the seconds in which the rank whose timer expired was silent."""
         if restart.timer is None:
@@ -284,14 +280,16 @@ class _StoryBuilder:
             for number, restarts in number_of.items()
             if number in self.attempts
         }
+        first: dict[tuple[int, str], tuple[str | None, int]] = {}
+        for number in loading:
+            for event in self._starts(number):
+                known = event.get("pids")
+                pids = known if isinstance(known, Mapping) else {}
+                for rank in pids:
+                    if (own := integer(pids, rank)) is not None:
+                        first.setdefault((number, rank), (text(event, "host"), own))
         for each in found:
-            known = (
-                (text(event, "host"), pid)
-                for event in (self._starts(each.attempt) if each.attempt in self.attempts else ())
-                if isinstance(pids := event.get("pids"), Mapping)
-                and (pid := integer(pids, str(each.rank))) is not None
-            )
-            host, pid = next(known, (None, None))
+            host, pid = first.get((each.attempt, str(each.rank)), (None, None))
             later = replaced.get((each.attempt, each.rank), [])
             if number := bisect(later, each.at_s or 0.0, key=_at):
                 pid = integer(later[number - 1], "pid")
@@ -748,6 +746,11 @@ def _stall(event: Record) -> StalledProgress:
         stood=one_line(text(event, "stood") or "unknown"),
         stacks=text(event, "stacks"),
     )
+
+
+def _ends_s(finished: Record) -> float | None:
+    """Return when a job that failed ended; None: it did not fail, or that is not recorded."""
+    return real(finished, "monotonic") if text(finished, "state") == "FAILED" else None
 
 
 def _length(value: object) -> int:

@@ -1,10 +1,11 @@
 """Events of one or several hosts on one clock, which is 0 at the start of the job.
 
 Each host measures with a monotonic clock of its own. Before a story is built, the times of all
-hosts are moved to the clock of the host whose agent started first. The difference of two clocks is
-the median over events that both hosts recorded at nearly the same time: a round that completed or
-ended reaches all nodes within the time of a message. Hosts without such an event in common are
-compared by the time of day, so the order is then as good as the hosts' time synchronization.
+hosts are moved to the clock of one of them: the one with the most events that others recorded as
+well. The difference of two clocks is the median over events that both hosts recorded at nearly the
+same time: a round that completed or ended reaches all nodes within the time of a message. Hosts
+without such an event in common are compared by the time of day, so the order is then as good as the
+hosts' time synchronization.
 
 A failure that its own host and other hosts recorded counts once: the record of its own host is
 kept, because it has the exact times.

@@ -24,7 +24,7 @@ STOP_SPREAD_S = 5.0
 """Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 
 
-EXITED = re.compile(r"exited with code (\d+): (.+)", re.DOTALL)
+EXITED_AFTER_EXCEPTION = re.compile(r"exited with code (\d+): (.+)", re.DOTALL)
 """The words for a worker that failed with an exception, and exited with a code."""
 STOP_EVENTS = ("stop.requested", "stop.decided", "stop.failed")
 """Names, without `regrow.`, of the events of a request that all ranks stop at the same step."""

@@ -7,6 +7,7 @@ addition. If a host lost the rendezvous and found no other host, the loss ends w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
@@ -41,7 +42,7 @@ def losses(
     ]
     timed = sorted(known, key=lambda restart: restart[0])
     in_process = sum(each.phases[-1][1] for each in in_place if each.phases)
-    if not any(map(_went_on, timed)) and not in_process:
+    if not any(_went_on(each) for _, _, each in timed) and not in_process:
         return None
     detecting, pausing = sum(each.silent_s for each in in_place), 0.0
     stopping = searching = 0.0
@@ -58,7 +59,9 @@ def losses(
         elif each.restarted_attempt is None:
             stopping += rest
         else:
-            stopped = (each.stopped_after_s or 0.0) - (detected or 0.0)
+            # A host that is cut off may end its workers when the others have started again.
+            ended = min(each.stopped_after_s or 0.0, each.restarted_after_s or math.inf)
+            stopped = ended - (detected or 0.0)
             stopping += (stop := min(max(stopped, 0.0), rest))
             starting += rest - stop
     known_steps = reports_steps or not timed
@@ -79,9 +82,8 @@ def losses(
     )
 
 
-def _went_on(timed: tuple[float, float, Restart]) -> bool:
+def _went_on(restart: Restart) -> bool:
     """Return whether a restart followed, or a search for the other hosts."""
-    restart = timed[2]
     searched = isinstance(restart, Failure) and restart.searched_s is not None
     return restart.restarted_attempt is not None or searched
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from regrow.events.evidence import EXITED, describe_node, short_scope
+from regrow.events.evidence import EXITED_AFTER_EXCEPTION, describe_node, short_scope
 from regrow.events.silences import without_heartbeat_s
 from regrow.utils import source_text
 
@@ -287,7 +287,9 @@ def _ranks(of: Iterable[int | None]) -> str:
 
 def _other(other: OtherFailure) -> str:
     after = f", {duration(other.after_s)} later" if other.after_s is not None else ""
-    if (exited := EXITED.match(other.what)) is not None:  # it ended later than it failed
+    if (
+        exited := EXITED_AFTER_EXCEPTION.match(other.what)
+    ) is not None:  # it ended later than it failed
         who = _worker(other.rank, other.host, other.pid)
         return f"{who} failed with {clean(exited[2])}{after}, and exited with code {exited[1]}"
     if other.stopped_with is not None:
@@ -328,8 +330,7 @@ def in_process_restart(restart: InProcessRestart) -> Block:
     if restart.silent_s:
         detected = dict(restart.phases).get("detected", 0.0)
         silent, at = duration(restart.silent_s + detected), _later(restart, detected)
-        is_limit = timer is None and restart.cause == "hang"
-        note = "the time-out of its wrapper" if is_limit else _since(timer)
+        note = _since(timer) if timer is not None else "the time-out of its wrapper"
         rows.append(("detected after", silent, note, at))
     if restart.phases:
         phase, after = restart.phases[-1]

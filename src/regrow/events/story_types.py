@@ -12,9 +12,10 @@ How the figures are computed:
 - The story names all nodes that were lost in the same attempt. Every host derives the cost in
   the same way, with or without failed workers of its own.
 - All durations of a failure start when the worker failed, not when the failure was detected.
-  They are differences of one host's monotonic clock.
+  They are differences of monotonic clocks.
 - `at_s` is the time of an incident in seconds since the start of the job. With the logs of several
-  hosts, the times of all hosts are on one clock (`regrow.events.clocks`).
+  hosts, the times of all hosts are on one clock (`regrow.events.clocks`). `stopped_after_s` and
+  `restarted_after_s` then are those of the host that was last.
 - Durations of a failure on another host start when a host with a log was notified. Figures that
   only another host's events can give stay unknown.
 - The lost work is the steps of the failed attempt that a later attempt repeated: the next
@@ -116,7 +117,8 @@ class RestartCost:
         if self.first_step_after_s is None or not step:
             return self.first_step_after_s
         begun = self.first_step_after_s - step
-        return max(begun, self.restarted_after_s or 0.0, 0.0)
+        # Another host may have started its workers after the first step of this one.
+        return min(max(begun, self.restarted_after_s or 0.0, 0.0), self.first_step_after_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,8 @@ class InProcessRestart:
     lost_count: int
     """Number of lost ranks."""
     phases: tuple[tuple[str, float], ...]
-    """Phases of the restart in order: name, and seconds after the fault, seen by the new rank 0."""
+    """Phases of the restart in order: name, and seconds from `at_s` to the end of the phase, as the
+    new rank 0 recorded it."""
     replaced: tuple[Replacement, ...] = ()
     """Processes that took the places of ranks that had ended."""
     not_replaced: tuple[str, ...] = ()

@@ -97,7 +97,7 @@ class Cost:
     """Number of workers of the job then."""
     which: str = ""
     """Which workers these are, if some left or joined meanwhile; a clause."""
-    all_is_known: bool = True
+    has_unfinished_steps: bool = True
     """Whether `worker_seconds` includes the steps that the failure cut off."""
     buckets: Mapping[str, float] = field(default_factory=dict)
     """The worker-seconds by bucket of the ledger, biggest first; empty if only the sum is known."""

@@ -81,8 +81,9 @@ def explain_change(scene: Scene, change: PlannedRestart) -> Explanation:
 
 def _reported(failure: Failure) -> str:
     """Return the words for the time of a failure on another host, without the log of that host."""
-    is_report = failure.elsewhere and not failure.is_host_lost and not failure.silent_s
-    return f"reported to host {failure.notified} at" if is_report else ""
+    if not failure.elsewhere or failure.is_host_lost or failure.silent_s:
+        return ""
+    return f"reported to {f'host {failure.notified}' if failure.notified else 'this host'} at"
 
 
 def _much_later(at: float | None, begin: float | None) -> float | None:
@@ -137,11 +138,9 @@ def _action(scene: Scene, failure: Failure) -> Iterator[str]:
     step = failure.first_step
     if step is not None and step.attempt != failure.restarted_attempt:
         yield f"attempt {failure.restarted_attempt} failed too; attempt {step.attempt} made steps"
-    is_charged = failure.cause != "node"
-    left = restarts_left(scene.named("job.restarting", failure.attempt), charged=is_charged)
-    if not is_charged:
+    if failure.cause == "node":
         yield "it spent no restart of --max-restarts"
-    elif left is not None:
+    elif (left := failure.restarts_left) is not None:
         most = scene.story.max_restarts
         of = f" of --max-restarts {most}" if most is not None else ""
         yield f"it spent one restart{of}; {left or 'none'} left"
@@ -283,7 +282,7 @@ def _cost(
     return Cost(
         seconds=timeline[-1].end_s if timeline else None,
         steps=ended.work_lost,
-        redone_s=next((p.length_s for p in timeline if p.name == "redoing"), ended.work_lost_s),
+        redone_s=_redone_s(scene, ended, timeline),
         worker_seconds=lost.total,
         before_s=lost.before_s,
         workers=lost.workers,
@@ -296,6 +295,19 @@ def _cost(
         ),
         why_unknown="" if went_on else _why_unknown(scene),
     )
+
+
+def _redone_s(
+    scene: Scene, ended: Failure | PlannedRestart, timeline: Sequence[Phase]
+) -> float | None:
+    """Return the seconds in which the lost steps were done again; None if they are not recorded.
+
+    0: the next attempt made only its first step, whose time is part of the startup.
+    """
+    redoing = next((phase.length_s for phase in timeline if phase.name == "redoing"), None)
+    if redoing is not None or ended.work_lost_s is not None or ended.restarted_attempt is None:
+        return redoing if redoing is not None else ended.work_lost_s
+    return 0.0 if scene.accounts(ended.restarted_attempt) else None
 
 
 def _which(scene: Scene, ended: Failure | PlannedRestart) -> str:

@@ -21,7 +21,15 @@ from regrow.events.silences import without_heartbeat_s
 from regrow.explain.explanation import Fact
 from regrow.explain.peers import last_step_of, moment_of, noticed, phase_of
 from regrow.explain.scene import Scene, agent_of
-from regrow.explain.words import FROM_OUTSIDE, count, many_ranks, relative, seconds, worker
+from regrow.explain.words import (
+    FROM_OUTSIDE,
+    count,
+    many_ranks,
+    not_given,
+    relative,
+    seconds,
+    worker,
+)
 from regrow.utils import shortened
 
 DECIDING = "the agents decided which ranks stop"
@@ -48,14 +56,13 @@ def title_of(scene: Scene, failure: Failure) -> str:
         who = f"host {failure.host}:" if failure.host else "the attempt:"
     if failure.timer is not None:
         gave_up = "; the wrapper gave up" if failure.gave_up is not None else ""
-        return f"{who} {what_hung_did(scene, failure.timer)}{gave_up}"
+        return f"{who} {what_hung_did(failure.timer)}{gave_up}"
     return f"{who} {failure.what}"
 
 
-def what_hung_did(scene: Scene, timer: Expiry) -> str:
+def what_hung_did(timer: Expiry) -> str:
     """Return what a worker did whose timer expired, as a predicate."""
-    stopped = text(suspension_of(scene, timer), "signal")
-    did = f"was paused by {stopped}" if stopped else "hung"
+    did = f"was paused by {timer.paused_by}" if timer.paused_by else "hung"
     if timer.heartbeat:
         silent = (timer.after_s or 0.0) + (timer.over_s or 0.0)
         return f"{did}: no heartbeat for {seconds(silent)}"
@@ -99,7 +106,7 @@ def evidence_of(
     if step is not None:
         yield Fact("last step", f"step {step}, {relative(at, begin, since)}".rstrip(", "))
     elif failure.pid is not None and scene.story.reports_steps:
-        unknown = f"unknown: the log of host {failure.host} was not given"
+        unknown = not_given(failure.host)
         none = "none: the process failed before its first step"
         yield Fact("last step", unknown if failure.elsewhere else none)
     if phase := phase_of(scene, failure.attempt, failure.rank):
@@ -259,7 +266,7 @@ def begin_of(failure: Failure) -> float | None:
     return None if failure.at_s is None else failure.at_s - failure.silent_s
 
 
-def suspension_of(scene: Scene, failure: Failure | InProcessRestart | Expiry) -> Record:
+def suspension_of(scene: Scene, failure: Failure | InProcessRestart) -> Record:
     """Return the event of the signal that kept the failed process suspended; empty: none did."""
     own = [
         event

@@ -123,7 +123,7 @@ def _explained(
     kind = text(event, "kind") or ""
     ended = _end_of(scene, restart, kind)
     silent, timeline, begin = restart.silent_s, tuple(_timeline(restart)), _begin_of(restart)
-    did = restart.did if restart.timer is None else what_hung_did(scene, restart.timer)
+    did = restart.did if restart.timer is None else what_hung_did(restart.timer)
     redone = _redone(scene, event, end.repeated_steps)
     size = restart.world_size or scene.world_size(restart.attempt)
     lasted = timeline[-1].end_s if timeline else None
@@ -169,7 +169,7 @@ def _explained(
             workers=size,
             all_workers=size,
             which=" that went on" if restart.lost else "",
-            all_is_known=not scene.story.reports_steps,
+            has_unfinished_steps=not scene.story.reports_steps,
             restarts=len(restart.replaced),
             restarts_left=_restarts_left(restart),
         ),

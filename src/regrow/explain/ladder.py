@@ -13,6 +13,7 @@ from regrow.events import Failure, InProcessRestart
 from regrow.events.evidence import Record, integer, text
 from regrow.explain.explanation import Refusal
 from regrow.explain.scene import Scene
+from regrow.explain.words import not_given
 
 _UNKNOWN = "unknown: the log of its host was not given, or an older release wrote it"
 _WRAPPED = "function with regrow.inprocess.Wrapper"
@@ -56,7 +57,7 @@ def _not_in_process(failure: Failure, event: Record) -> str:
     if not event:
         return "the failure is not one of a function call"
     if failure.elsewhere and "wrapped" not in event:
-        return f"unknown: the log of host {failure.host} was not given"
+        return not_given(failure.host)
     wrapped = event.get("wrapped")
     if wrapped is not None and text(event, "traceback") is None:
         ended = f"the process of rank {failure.rank} had ended"
@@ -77,7 +78,7 @@ def _not_replaced(scene: Scene, failure: Failure, event: Record) -> str:
     if not event:
         return "no single process had ended"
     if failure.elsewhere and "replaceable" not in event:
-        return f"unknown: the log of host {failure.host} was not given"
+        return not_given(failure.host)
     if event.get("wrapped") is False:
         return "a process can be replaced only in a function with Wrapper(replace=True)"
     replaceable, before = event.get("replaceable"), integer(event, "incarnation") or 0

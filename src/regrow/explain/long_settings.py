@@ -11,6 +11,7 @@ from typing import Any
 
 from regrow.events import Expiry, Failure, InProcessRestart, PlannedRestart
 from regrow.events.evidence import real, short_scope
+from regrow.events.evidence import text as text_of
 from regrow.events.silences import LEASE, SILENT_HOST, without_heartbeat_s
 from regrow.explain.explanation import Held, Phase
 from regrow.explain.scene import Scene
@@ -218,7 +219,7 @@ def _restart(
         yield Held("pause before a restart", "no setting", pause, text)
     forming = _length(timeline, "rendezvous")
     last_call = _conf_s(scene.settings, "last_call_timeout", LAST_CALL_S)
-    nodes = str(scene.first("job.started").get("nnodes", ""))
+    nodes = text_of(scene.first("job.started"), "nnodes") or ""
     if ":" in nodes and 0.8 * last_call <= forming:
         text = (
             f"with --nnodes {nodes} a round that has enough nodes waits this long for more of them"

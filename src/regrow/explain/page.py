@@ -91,13 +91,13 @@ def _page(each: Explanation, of: int | None) -> Iterator[str]:
     script = f" ({clean(each.script)})" if each.script else ""
     yield from _wrapped(f"{heading(each)}{total} of job{id}{script}: {clean(each.title)}", "  ")
     when = [] if each.at_s is None else [_moment(each.at_s, _day(each))]
-    if each.begun and each.noticed_s is None:
-        when = [f"{each.begun} {part.removeprefix('at ')}" for part in when]
+    begun, noticed = _BEGUN.get(each.cause, ("", "the process ended"))
+    on = f" on host {each.host}" if each.host else ""
+    begun = each.begun or (begun.format(on=on) if each.noticed_s is not None else "")
+    if begun:
+        when = [clean(f"{begun} {part.removeprefix('at ')}") for part in when]
     if each.at_s is not None and each.noticed_s is not None:
         later, clock = seconds(each.noticed_s - each.at_s), _clock(each.noticed_s, _day(each))
-        begun, noticed = _BEGUN.get(each.cause, ("", "the process ended"))
-        begun = (each.begun or begun).format(on=f" on host {each.host}" if each.host else "")
-        when = [f"{begun} {part.removeprefix('at ')}" if begun else part for part in when]
         when.append(f"and {each.noticed or noticed} {later} later{clock and f' at {clock}'}")
     if each.run > 1:
         when.append(f"in run {each.run} of the job")
@@ -211,7 +211,7 @@ def _cost(each: Explanation) -> Iterator[str]:
 
 def _steps(each: Explanation) -> str:
     if each.cost.steps is not None:
-        is_part = each.cost.steps and not each.cost.redone_s
+        is_part = each.cost.steps and each.cost.redone_s == 0
         note = ", in the time of the startup: the attempt made no other step" if is_part else ""
         return f"{count(each.cost.steps, 'step')} done again{note}"
     if each.cost.why_unknown:
@@ -234,7 +234,11 @@ def worker_time(cost: Cost) -> str:
     whose = f"all {known} workers{together}" if known and known > 1 else f"all workers{together}"
     if known is not None and every is not None and known < every:
         whose = f"the {count(known, 'worker')} of {every} whose time is recorded"
-    before = "" if cost.all_is_known else "; without the steps that were cut off (`regrow goodput`)"
+    before = (
+        ""
+        if cost.has_unfinished_steps
+        else "; without the steps that were cut off (`regrow goodput`)"
+    )
     if cost.before_s >= _SHOWN_S:
         before = f", {seconds(cost.before_s)} of it before the timeline, since their last steps"
     return f"{seconds(cost.worker_seconds)} of {whose} ({about} worker-hours){before}"

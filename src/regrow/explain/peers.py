@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from regrow.events import Failure, InProcessRestart, OtherFailure
-from regrow.events.evidence import EXITED, Record, integer, integers, real, text
+from regrow.events.evidence import EXITED_AFTER_EXCEPTION, Record, integer, integers, real, text
 from regrow.explain.scene import Scene
 from regrow.explain.words import count, many_ranks, relative, worker
 
@@ -202,7 +202,7 @@ def _consequences(failure: Failure) -> Iterator[str]:
 def _failed(other: OtherFailure) -> str:
     what = other.what
     what = what if len(what) <= _LONGEST else f"{what[: _LONGEST - 3]}..."
-    if (found := EXITED.match(what)) is not None:
+    if (found := EXITED_AFTER_EXCEPTION.match(what)) is not None:
         what, exited = f"failed with {found[2]}", f", and exited with code {found[1]}"
     else:
         exited = ""

@@ -39,7 +39,7 @@ def explain_cut_short(scene: Scene) -> Iterator[Explanation]:
 def _cut_short(scene: Scene, restart: InProcessRestart, ended: Record) -> Explanation:
     attempt, begin, timer = restart.attempt, restart.at_s or 0.0, restart.timer
     (new,), ((_, waited),) = restart.replaced, restart.phases
-    did = restart.did if timer is None else what_hung_did(scene, timer)
+    did = restart.did if timer is None else what_hung_did(timer)
     size = scene.world_size(attempt)
     step, log_file = integer(ended, "last_step"), scene.log_file(new.rank, attempt)
     facts = [*facts_of_end(ended, timer)]
@@ -70,7 +70,7 @@ def _cut_short(scene: Scene, restart: InProcessRestart, ended: Record) -> Explan
             worker_seconds=None if size is None else waited * size,
             workers=size,
             all_workers=size,
-            all_is_known=step is None,
+            has_unfinished_steps=step is None,
             restarts=1,
             restarts_left=left,
         ),

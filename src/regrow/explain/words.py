@@ -34,6 +34,11 @@ def count(number: int | None, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def not_given(host: str | None) -> str:
+    """Return why something on another host is not known."""
+    return f"unknown: the log of {f'host {host}' if host else 'another host'} was not given"
+
+
 def worker(rank: int | None, host: str | None, pid: int | None) -> str:
     """Return the name of a worker."""
     who = "a worker" if rank is None else f"rank {rank}"

@@ -191,9 +191,11 @@ class _Builder:
                 self._process(attempt, local_rank, start, at, final, ending, kept=is_kept)
                 vacant_since, start = at, None
         if start is None:
+            # The others continued until the attempt failed. Without its end, they may still run.
+            failed = end.failed if end.known else attempt.end
             for until, bucket in (
-                (end.failed, buckets.LOST_RANKS),  # the others continued
-                (end.detected, buckets.DETECTION),
+                (failed, buckets.LOST_RANKS),
+                (max(failed, end.detected), buckets.DETECTION),
                 (attempt.end, buckets.STOPPING),
             ):
                 over = _clamp(until, vacant_since, attempt.end)

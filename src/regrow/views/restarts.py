@@ -168,13 +168,18 @@ def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
         rung=4 if failure.is_host_lost or failure.lost_nodes else 3,
         cause=failure.cause,
         attempt=failure.attempt,
-        time=None if noticed is None else noticed - failure.silent_s,
+        time=None if noticed is None else noticed - _silent_s(failure),
         rank=failure.rank,
         what=failure.what,
         phases=_phases(failure),
         lost_steps=failure.work_lost,
         restarted=failure.restarted_attempt is not None,
     )
+
+
+def _silent_s(failure: Failure) -> float:
+    """Return the seconds of silence; a host that leaves with notice is not silent."""
+    return 0.0 if failure.has_left else failure.silent_s
 
 
 def _phases(cost: Failure | PlannedRestart) -> tuple[tuple[str, float], ...]:
@@ -184,7 +189,7 @@ def _phases(cost: Failure | PlannedRestart) -> tuple[tuple[str, float], ...]:
     """
     silent, detected = 0.0, None
     if isinstance(cost, Failure):
-        silent, detected = cost.silent_s, cost.detected_after_s
+        silent, detected = _silent_s(cost), cost.detected_after_s
     named = (
         ("detected", 0.0 if silent and detected is None else detected),
         ("restarted", cost.restarted_after_s),
