@@ -178,7 +178,7 @@ class Expiry(OfWorker):
     signal: str | None
     """The signal sent to the process; None if the timer was only reported."""
     paused_by: str | None = None
-    """The signal that had paused the worker, if it is the failure of the worker."""
+    """The signal that paused the worker, if the worker failed because of the pause."""
     heartbeat: bool = False
     """Whether this is the timer that each heartbeat of the worker renews."""
 
@@ -400,8 +400,9 @@ class Losses:
     """From the detection until all workers had ended; after a failure that ended the job, until the
     end of its agent."""
     starting_s: float
-    """From then on, without the delays, until the first step begins; without reported steps, until
-    the workers have started. After an in-process restart: from the call of the function."""
+    """From the end of the stop, without the delays before restarts, until the first step begins;
+    without reported steps, until the workers have started. After an in-process restart: from the
+    call of the function."""
     redoing_s: float | None
     """Steps that were made again; None if the workers were restarted, and the script does not
     report steps."""

@@ -64,7 +64,7 @@ def _not_in_process(failure: Failure, event: Record) -> str:
         return ended if wrapped else f"{ended}, and was in no {_WRAPPED}"
     if failure.timer is not None and wrapped is not None:
         ended = f"regrow had to end the process of rank {failure.rank}"
-        return ended if wrapped else f"{ended}, which was in no {_WRAPPED}"
+        return ended if wrapped else f"{ended}; the process was in no {_WRAPPED}"
     if wrapped is False:
         return _NO_WRAPPER
     if wrapped is True and "RestartAbort" in (text(event, "traceback") or ""):

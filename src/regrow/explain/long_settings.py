@@ -119,8 +119,8 @@ def _timer(scene: Scene, timer: Expiry | None, timeline: Sequence[Phase]) -> Ite
         value = "unknown" if period is None else f"{period:g} s"
         text = (
             f"a worker is given up {seconds(timer.after_s)} after its last heartbeat. That is"
-            " 3 x (the period + 2 s), or for a period of more than 12 s 3 x (twice the period -"
-            " 10 s), less a tenth of it, at most 1 s"
+            " 3 x (period + 2 s), or 3 x (2 x period - 10 s) if the period is more than 12 s; a"
+            " tenth of the result, at most 1 s, is subtracted"
         )
         yield Held("--heartbeat", value, _length(timeline, "silent"), text)
     elif timer is not None and timer.after_s is not None:
@@ -149,7 +149,7 @@ def _detection(scene: Scene, failure: Failure, timeline: Sequence[Phase]) -> Ite
 
 
 def _half_of_a_lease(scene: Scene, takeover: float) -> str:
-    """Return when another server took over, so long after the last step."""
+    """Return when another server took over, `takeover` seconds after the last step."""
     lease = real(scene.bounds, LEASE)
     if lease is None:
         return "half of a lease after the last answer"
@@ -229,8 +229,8 @@ def _restart(
     if cold and not scene.settings.get("preload") and "preload" in scene.settings:
         text = (
             "the workers started cold: in this time each ran the script from its first import to"
-            " its first step. --preload MODULES saves the imports in it: workers are forked from a"
-            " process that has made them"
+            " its first step. --preload MODULES avoids the imports: workers are forked from a"
+            " process that has imported the modules already"
         )
         yield Held("--preload", "not set", _length(timeline, "startup"), text)
     redone = _length(timeline, "redoing")

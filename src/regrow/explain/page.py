@@ -237,7 +237,7 @@ def worker_time(cost: Cost) -> str:
     before = (
         ""
         if cost.has_unfinished_steps
-        else "; without the steps that were cut off (`regrow goodput`)"
+        else "; the steps that were cut off are not included (see `regrow goodput`)"
     )
     if cost.before_s >= _SHOWN_S:
         before = f", {seconds(cost.before_s)} of it before the timeline, since their last steps"

@@ -55,8 +55,8 @@ A signal ends the run in any phase; the loop then stops the workers with that si
 
 While all ranks are to stop at the same step (`StopBegun`), the job neither restarts nor fails. A
 failure or a change of membership ends it as a SIGTERM does, because new workers could only save
-what they had loaded. A node that has reached the exit barrier has saved. If only another node has
-to end, this one restarts as ever.
+what they had loaded. A node that has reached the exit barrier has saved its state already. If only
+another node has to end, this node restarts as usual.
 
 The caller provides the clock: times in events are monotonic seconds.
 """
@@ -147,7 +147,7 @@ def decide(state: AgentState, event: events.Event) -> Decision:
         waits = starts or state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER)
         outlives = event.of_another_node
         if outlives and not waits:
-            return state, ()  # its workers are being stopped anyway, and it goes on
+            return state, ()  # the workers of this node are being stopped already
         state = state._replace(stopping=True, outlives=outlives, gathered=0, gather_until=None)
         return (state, ()) if waits else _decide(state, events.Signaled(signal.SIGTERM))
     if isinstance(event, events.WorkersStarted):
@@ -157,7 +157,7 @@ def decide(state: AgentState, event: events.Event) -> Decision:
     after, actions = _decide(state, event)
     if not state.stopping or not any(isinstance(each, _ATTEMPT_ENDS) for each in actions):
         return after, actions
-    if state.outlives:  # only another node has to end: this one goes on as without the request
+    if state.outlives:  # only another node has to end
         return _decide(state._replace(stopping=False), event)
     failed = isinstance(event, events.RoundOver) and event.failed
     if state.phase is AgentPhase.BARRIER and not failed:

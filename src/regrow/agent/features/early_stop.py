@@ -14,8 +14,8 @@ and still saves may ignore the SIGTERM.
 concerns the whole job. If no worker calls `should_stop`, the agents end the job as by SIGTERM.
 
 If the agents do not agree in time, because a host is lost for example, the job ends as by the
-signal; if only another node has to end, the job goes on. The job ends as well if a worker fails
-meanwhile: new workers could only save what they had loaded.
+signal; if only another node has to end, the job goes on. If a worker fails before the stop, the job
+ends, because new workers could only save what they had loaded.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class EarlyStop(Feature):
                 request.whole = True
                 reason = "not all ranks call should_stop"
             case None if request.is_of_another_node and self._others_may_go_on():
-                return self._go_on(page)  # that node leaves also without an answer
+                return self._go_on(page)  # that node leaves even if no answer comes
             case None:
                 reason = "the agents did not agree in time"
         job.recorder.emit("regrow.stop.failed", reason=reason, decided_after_s=after)
