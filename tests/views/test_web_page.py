@@ -357,7 +357,10 @@ def test_an_account_that_is_not_current_is_read_again_once_after_a_pause(
 
 
 def test_the_ledger_is_a_chart_with_all_buckets(open_page: Any, tmp_path: Path) -> None:
-    job = Job(tmp_path, "import regrow\nfor n in range(9): regrow.step(n)\n", [], {})
+    # The script takes a while until its first step: else the agent may record the start of the
+    # worker when the worker has already ended, and no startup is left.
+    script = "import time, regrow\ntime.sleep(0.2)\nfor n in range(9): regrow.step(n)\n"
+    job = Job(tmp_path, script, [], {})
     assert job.finish() == 0
     job.close()
     with served(job.log_dir) as web:
